@@ -8,7 +8,7 @@ from skipjoin.core.request import Request
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
-from skipjoin.server.engines.step_outputs import StepOutputsBuilder
+from skipjoin.server.engines.engine_server import StepOutputsBuilder
 
 SEQUENCES = 64 * 16
 PARAMS = SamplingParams(max_tokens=900, ignore_eos=True, logprobs=20)

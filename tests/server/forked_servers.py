@@ -35,7 +35,7 @@ _MESSAGE_BYTES = 1 << 17
 # Modules that a server would import when it uses them.
 _LAZY = (
     *("alembic.command", "aiosqlite", "sqlalchemy.dialects.sqlite", "pydantic.v1"),
-    "skipjoin.server.relay.run",
+    "skipjoin.server.relay",
     *("skipjoin.server.batches.database", "skipjoin.server.batches.service", "skipjoin.forecast.owners"),
 )
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from batch_worlds import LoopWatch, StoreLocation, new_batch
 
-from skipjoin.server.batches.input_validator import Refused, ValidatorDied, validate
 from skipjoin.server.batches.line_check import Rules, reports
+from skipjoin.server.batches.phases import Refused, ValidatorDied, validate
 from skipjoin.server.batches.records import BlobMissing, LineError, LinePlace
 from support.pace import max_stall_s
 

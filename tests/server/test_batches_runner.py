@@ -16,11 +16,11 @@ from server_worlds import Api, MakeApi
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server import lifecycle
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import input_validator, runner, service
+from skipjoin.server.batches import phases, runner, service
 from skipjoin.server.batches.batch_rows import BatchRows
-from skipjoin.server.batches.input_validator import validate
 from skipjoin.server.batches.line_check import Rules
 from skipjoin.server.batches.line_rows import LineRows
+from skipjoin.server.batches.phases import validate
 from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
@@ -360,7 +360,7 @@ async def test_batch_cancelled_during_validation_reports_every_line(
             await proceed.wait()
             yield chunk
 
-    monkeypatch.setattr(input_validator, "validate", slow)
+    monkeypatch.setattr(phases, "validate", slow)
     async with open_world() as world:
         for lines, codes, wrong in (
             ([line(str(n), **SHORT) for n in range(5)], {"batch_cancelled"}, None),

@@ -23,7 +23,7 @@ from skipjoin.core.waits import WaitReason
 from skipjoin.observe.reasons import words_of
 from skipjoin.options import settings_of
 from skipjoin.recipes import find, listed
-from skipjoin.server.api.explain import reasons_of
+from skipjoin.server.api.feed import reasons_of
 from skipjoin.server.api.request_index import RequestIndex
 
 

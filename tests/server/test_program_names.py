@@ -18,8 +18,8 @@ from skipjoin.config.key_files import owner_of_key
 from skipjoin.core.request import ProgramId
 from skipjoin.server.api import replies
 from skipjoin.server.api.auth import ANONYMOUS
+from skipjoin.server.api.finish_times import COVERED
 from skipjoin.server.api.limits import Admission, AdmissionSlot
-from skipjoin.server.api.queue_waits import COVERED
 from skipjoin.server.metrics import Metrics
 from support.waiting import Clock, until
 

@@ -11,7 +11,7 @@ import pytest
 from server_worlds import StartServer
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-span_sender = pytest.importorskip("skipjoin.server.engines.span_sender")
+span_sender = pytest.importorskip("skipjoin.server.engines.tracing")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 

@@ -15,7 +15,7 @@ import httptools
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from skipjoin.server.api import connection_watches
+from skipjoin.server.api import connections
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.connections import SPARE, ConnectionLimits
 from skipjoin.server.api.http import HttpServer
@@ -439,8 +439,8 @@ async def test_client_that_sends_nothing_more_gets_all_answers(data: bytes, answ
 
 
 async def test_half_closed_client_gets_late_answer_and_vanished_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_watches, "_PROVOKE_S", 0.1)
-    monkeypatch.setattr(connection_watches, "_CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "_PROVOKE_S", 0.1)
+    monkeypatch.setattr(connections, "_CHECK_S", 0.05)
     async with World().serve() as world:
         world.hold.clear()
         vanished = [await world.connect(data) for data in (GET, GET, GET + HEAD)]

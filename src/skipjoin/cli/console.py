@@ -38,7 +38,7 @@ def console(
     On this machine alone, pages use --api-key, which should have operator=yes. With another --host, browsers ask for a
     key.
     """
-    from skipjoin.server.relay.run import run_console  # noqa: PLC0415
+    from skipjoin.server.relay import run_console  # noqa: PLC0415
 
     run_console(ServerConfig(**server, port=port), _keys(servers or [_LOCAL], api_keys or []))
 

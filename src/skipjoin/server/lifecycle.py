@@ -1,8 +1,8 @@
 """Start-up, life and shutdown of the server.
 
-The first signal drains the server: /ready and new requests get 503, running requests continue for at most
-`shutdown_timeout_s`, and batch lines return to the store. The second stops everything immediately. When the engine
-dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this.
+The first signal drains the server: new requests get 503, running ones continue for at most `shutdown_timeout_s`, and
+batch lines return to the store. The second stops everything. When the engine dies, all requests fail with 503 for
+`DEATH_GRACE_S`, so that clients and probes see this.
 """
 
 from __future__ import annotations
@@ -108,10 +108,7 @@ def check_server(
     forecasts: ForecastConfig,
     check_engine: Callable[[EngineConfig], object],
 ) -> int:
-    """Check what `run_server` would refuse before it loads the weights, and return 0.
-
-    Raise `ConfigError` or `ModelError`.
-    """
+    """Check what `run_server` would refuse before it loads the weights. Raise `ConfigError` or `ModelError`."""
     with contextlib.ExitStack() as stack:
         settings, listeners, _ = _prepare(stack, engine, server, forecasts)
         tokenizer = load_tokenizer(check_model(engine.model, engine.load_format), chat_template=server.chat_template)

@@ -81,9 +81,9 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 def raise_descriptor_limit(connections: int, engines: int) -> int:
-    """Raise the limit of open files, and return how many connections it allows.
+    """Return how many connections the limit of open files allows.
 
-    Raise `ConfigError` if it allows none: libraries such as ZeroMQ abort the process when they may open no file.
+    Raise `ConfigError` for none: libraries such as ZeroMQ abort the process when they may open no file.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE

@@ -1,6 +1,6 @@
 """Logging to standard error, in one format for all processes of the server.
 
-A record can have fields (`extra={"fields": {...}}`). Text shows them as name=value, JSON as members of the object.
+A record's fields are in `extra={"fields": {...}}`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class JsonFormatter(logging.Formatter):
 def configure(level: str, form: str, spell: Callable[[str], str] = str) -> None:
     """Configure logging in this process and in engine processes that it starts.
 
-    Args:
-        level: Minimum level of Skipjoin's records. Libraries log at warning or above.
-        spell: Converts setting names in errors to the operator's names for them.
+    `spell` converts setting names in errors to the operator's names for them.
     """
     global _spell  # noqa: PLW0603 - as the log's, it is the process's
     _spell = spell
@@ -73,7 +71,7 @@ def configure_engine() -> None:
 
 
 def announce(text: str, **fields: Any) -> None:
-    """Print a text on standard output, in JSON mode its first line as a record with fields."""
+    """Print a text on standard output, in JSON mode its first line with fields."""
     if os.environ.get(_FORM) == "json":
         first, _, _ = text.partition("\n")
         record = logging.makeLogRecord({"name": __name__, "levelname": "INFO", "msg": first, "fields": fields})

@@ -19,7 +19,7 @@ from skipjoin.system.machine import resident_bytes
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one server. `compat="vllm"` also exports metrics under vLLM's names."""
+    """Prometheus metrics of one server, with `compat="vllm"` also under vLLM's names."""
 
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Checked settings. `forecasts` is None if the recipe reads none, or another server makes them."""
+    """`forecasts` is None if the recipe reads none, or another server makes them."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -62,7 +62,7 @@ def _shared(engine: EngineConfig, server: ServerConfig) -> tuple[EngineConfig, S
 
 
 def check_files(engine: EngineConfig, server: ServerConfig) -> None:
-    """Check the files and optional packages that a server needs, before torch is imported, which takes seconds."""
+    """Check files and optional packages, before torch is imported, which takes seconds."""
     _check_batches(server)
     if server.forecast_url is not None:
         require("forecast_url", "predict")

@@ -22,7 +22,7 @@ from skipjoin.version import VERSION
 
 
 class _SeveralSegments(Convertor[str]):
-    """Segments of a path, at least one character: `path` of Starlette would also take an empty id as one."""
+    """Segments of a path with at least one character, unlike `path` of Starlette."""
 
     regex = ".+"
 

@@ -1,5 +1,3 @@
-"""Arrivals of the last hour, as lengths and times without texts, to be replayed in the simulator."""
-
 from __future__ import annotations
 
 import time
@@ -14,14 +12,7 @@ MAX_ARRIVALS = 50_000
 
 
 class Arrival(NamedTuple):
-    """One choice that is no longer live.
-
-    Attributes:
-        at: Seconds since the epoch.
-        ttft_s, jct_s: As the API process saw them; None without a token.
-        submit_s: Time from the arrival until the choice was sent to an engine.
-        first_at: Monotonic time of the first token.
-    """
+    """One choice that is no longer live, to be replayed in the simulator."""
 
     at: float
     prompt_tokens: int

@@ -22,15 +22,10 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
 
 class AccessGuard:
-    """ASGI middleware that checks API key, size and origin of each request, and adds an `x-request-id` to the response.
+    """ASGI middleware that checks API key, size and origin, and adds an `x-request-id` to the response.
 
     It sets `scope["state"]["owner"]` to a hash of the key, and calls `scope["state"]["on_owner"]`, which may raise
-    `ApiError`, with it.
-
-    Args:
-        api_keys: If empty, no key is needed.
-        max_header_bytes: Maximum size of the target and all headers.
-        metrics_keys: Further keys for paths of metrics.
+    `ApiError`, with it. `metrics_keys` are further keys for paths of metrics.
     """
 
     def __init__(
@@ -106,7 +101,7 @@ class AccessGuard:
         return owner or ANONYMOUS
 
     def _is_open(self, scope: Scope) -> bool:
-        """Return whether the path needs no key. Sent and routed path must match exactly."""
+        """Sent and routed path must match exactly."""
         path, raw = scope["path"], scope.get("raw_path")
         return path in self._open_paths and not scope.get("root_path") and (raw is None or raw == path.encode())
 
@@ -152,11 +147,9 @@ def _request_id(scope: Scope) -> str:
 
 
 class Viewer(NamedTuple):
-    """What a key may see of the server's requests.
+    """What a key may see: requests of `owner` (None: all), and figures over all keys.
 
-    Attributes:
-        owner: Whose requests alone are shown; None for all.
-        has_totals: Whether figures over all keys are shown, from whose changes one could tell the lengths of a request.
+    From the changes of such totals one could tell the lengths of a request.
     """
 
     key: str

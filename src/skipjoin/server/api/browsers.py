@@ -1,4 +1,4 @@
-"""Protection against requests that web pages cause: Origin names a page's site, and Host reveals DNS rebinding."""
+"""Protection against requests that web pages cause: Origin names their site, and Host reveals DNS rebinding."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """Hosts and origins that the server accepts, None for any.
+    """Accepted hosts and origins, None for any.
 
-    Localhost and IP addresses are always accepted as hosts, because no other site can have them.
+    No other site can have localhost or an IP address, so these hosts are always accepted.
     """
 
     hosts: frozenset[str] | None
@@ -39,10 +39,7 @@ class SiteRules(NamedTuple):
 
     @classmethod
     def of(cls, config: ServerConfig) -> SiteRules:
-        """Return the rules of a server.
-
-        Pages of other sites have no key, so only a local server without keys checks origins.
-        """
+        """Pages of other sites have no key, so only a local server without keys checks origins."""
         is_open_here = not config.api_keys and is_local(config.host)
         hosts = frozenset(name.lower() for name in config.allowed_hosts)
         checks_hosts = (hosts or is_open_here) and ANY not in hosts
@@ -93,8 +90,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 async def json_body(request: Request, *, has_any_type: bool = False) -> bytes:
     """Return a JSON body, or raise 415. Pages of other sites cannot send that type without CORS.
 
-    Args:
-        has_any_type: Programs may send another type. Browsers name the origin of a page.
+    With `has_any_type`, clients without an origin may send another one.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if _JSON.fullmatch(kind) is None and not (has_any_type and "origin" not in request.headers):

@@ -37,12 +37,7 @@ from skipjoin.server.api.service import Service
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
-    """Generate the assistant's next message.
-
-    Attributes:
-        ends_with_context: A maximum of output tokens beyond the context means the rest of the context. Otherwise it is
-            an error.
-    """
+    """Generate the assistant's next message."""
 
     route = CHAT
     body_type = ChatRequest

@@ -1,5 +1,3 @@
-"""Bodies of chats and of their tokenization; see `protocol`."""
-
 from __future__ import annotations
 
 from functools import cached_property
@@ -13,10 +11,9 @@ from skipjoin.server.api.conversation import (
     AllowedChoice,
     Messages,
     NamedChoice,
-    Tool,
     ToolChoice,
     Tools,
-    check_names,
+    UniqueTools,
     functions_of,
 )
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Integer, Label, Null, Off, Only, TokenId
@@ -35,7 +32,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningSettings(Body):
-    """Settings of the reasoning as OpenRouter has them, which agents send to every server."""
+    """Settings of the reasoning as OpenRouter has them."""
 
     effort: Effort | None = None
     enabled: bool | None = None
@@ -45,7 +42,7 @@ class ReasoningSettings(Body):
 
 
 class ThinkingSettings(Body):
-    """The same as the servers of GLM, DeepSeek and Kimi have them."""
+    """Settings of the reasoning as GLM, DeepSeek and Kimi have them."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Annotated[int, Integer(0, INT32)] | None = None
@@ -71,7 +68,7 @@ class ChatRequest(GenerationBody):
     thinking: ThinkingSettings | None = None
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Integer(0, INT32)] | None = None
-    tools: Tools | None = None
+    tools: UniqueTools | None = None
     tool_choice: Annotated[ToolChoice | None, Field(validate_default=True)] = None
     parallel_tool_calls: bool | None = None
 
@@ -83,11 +80,6 @@ class ChatRequest(GenerationBody):
     modalities: Annotated[Any, Only(None, ["text"])] = None
     audio: Null = None
     web_search_options: Null = None
-
-    @field_validator("tools")
-    @classmethod
-    def _has_unique_names(cls, value: list[Tool] | None) -> list[Tool] | None:
-        return check_names(value)
 
     @field_validator("tool_choice")
     @classmethod

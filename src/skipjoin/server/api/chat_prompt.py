@@ -36,7 +36,6 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
 
 
 def estimate_chat(body: ChatRequest | TokenizeRequest) -> int:
-    """Estimate the number of tokens without rendering."""
     texts = [text for message in body.messages or () for text in message.texts]
     for function in body.use.functions:
         texts += [function["name"], function["description"] or "", repr(function["parameters"])]
@@ -58,7 +57,6 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str, clie
 
 
 async def _check_each(service: Service, use: ToolUse, client: str) -> None:
-    """Raise 400 for the first function whose schema cannot be enforced."""
     schemas = use.schemas
     for number, function in enumerate(use.functions):
         if function["name"] in schemas and function["strict"]:
@@ -67,7 +65,7 @@ async def _check_each(service: Service, use: ToolUse, client: str) -> None:
 
 
 def _up_to(text: str, last: str) -> str:
-    """Return a prompt up to the end of its last message, which the template may have stripped."""
+    """Cut a prompt after its last message, which the template may have stripped."""
     words = last.strip()
     at = text.rfind(words)
     if not words or at < 0:

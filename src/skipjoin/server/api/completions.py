@@ -165,10 +165,7 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, *, skip_special: bool) -> list[int]:
-    """Return for each token of a prompt the index in `text` at which it begins.
-
-    A token that the text does not show begins where the next one does, and bytes of a character where it does.
-    """
+    """Return where in `text` each token of a prompt begins; a hidden one where the next one does."""
     is_hidden = [skip_special and token in tokenizer.special_ids for token in ids]
     offsets, found = _decoded_offsets(tokenizer, ids, is_hidden)
     if found == text:

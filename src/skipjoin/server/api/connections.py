@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import math
+import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,14 +29,10 @@ _FORWARDED_FOR = b"x-forwarded-for"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits on connections.
+    """`max_per_address` is for connections that have not shown a key.
 
-    Attributes:
-        max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
-        max_per_address: For connections that have not shown a key.
-        body_s: Extended by a second for each `body_bytes_per_s` that arrive.
-        write_s: For a client to read `MIN_READ_BYTES` of a response, or the rest of it.
-        linger_s, linger_pause_s, linger_bytes: For the rest of a request that is dropped after an early response.
+    A client has `body_s` for a body, a second more for each `body_bytes_per_s` that arrive, and `write_s` to read
+    `MIN_READ_BYTES`. `linger_*` limit the rest of a request after an early response.
     """
 
     max_header_bytes: int
@@ -68,8 +66,8 @@ class Account:
 class Connections:
     """Open connections of a server.
 
-    A connection waits while its client has to send data. If there are too many, the longest waiting one of the address
-    or key with the most waiting ones is closed.
+    A connection waits while its client has to send. If there are too many, the longest waiting one of the address or
+    key with the most of these is closed.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -86,7 +84,7 @@ class Connections:
         self._crowds: set[Account] = set()  # accounts with more than `_CROWD` waiting connections
 
     def enter(self, connection: Connection) -> bool:
-        """Return whether there is room for a new connection. Call `assign` next."""
+        """Return whether there is room. Call `assign` next."""
         if len(self._open) >= self._max_open:
             crowd = max(self._crowds, key=lambda account: len(account.waiting), default=None)
             waiting = self._waiting if crowd is None else crowd.waiting
@@ -99,7 +97,7 @@ class Connections:
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
-        """Count a connection for a client. Return False if the client has too many and none of them can be closed."""
+        """Return False if the client has too many connections and none can be closed."""
         whose = (kind, name)
         before = self._open.get(connection)
         if before is not None and before.whose == whose:
@@ -153,7 +151,6 @@ class Connections:
 
 
 def client_of(address: str) -> str:
-    """Return an IP address, or the /64 network of an IPv6 address."""
     if ":" not in address:
         return address
     try:
@@ -199,3 +196,123 @@ class ConnectionClient:
 
     def _count(self, kind: Kind, name: str) -> None:
         self._is_excess = not self._pool.assign(self._connection, kind, name)
+
+
+# Time for an answer without an interim response, which simple clients do not expect.
+_PROVOKE_S = 0.25
+_CHECK_S = 0.25
+# Seconds without data, seconds between probes, and probes without an answer. Linux answers for a minute after a process
+# has closed a connection, and then resets it.
+_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+@dataclass(slots=True, eq=False)
+class LingeringClose:
+    """Drops further input before a connection closes.
+
+    Otherwise a connection that still gets bytes is reset, and the client may lose the response.
+    """
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    limits: ConnectionLimits
+    remaining_bytes: int
+    close: Callable[[], None]
+    has_begun: bool = False
+    _dropped_at: float = 0.0  # on the loop's clock
+    _end: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.remaining_bytes < 0
+
+    def drop(self, n_bytes: int) -> None:
+        self._dropped_at = self.loop.time()
+        self.remaining_bytes -= n_bytes
+
+    def begin(self) -> None:
+        self.has_begun = True
+        self._dropped_at = self.loop.time()
+        self._end = self._dropped_at + self.limits.linger_s
+        self._timer = self.loop.call_later(self.limits.linger_pause_s, self._on_silence)
+        if not self.transport.is_closing():
+            if self.transport.can_write_eof():  # not with TLS
+                self.transport.write_eof()
+            self.transport.resume_reading()
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_silence(self) -> None:
+        due = min(self._dropped_at + self.limits.linger_pause_s, self._end)
+        if (left := due - self.loop.time()) > 0:
+            self._timer = self.loop.call_later(left, self._on_silence)
+        else:
+            self.close()
+
+
+@dataclass(slots=True, eq=False)
+class SlowReaderWatch:
+    """Calls `on_slow` if a client reads fewer than `MIN_READ_BYTES` in `write_s` seconds."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    write_s: float
+    on_slow: Callable[[], None]
+    _timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        self.stop()
+        unread = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(self.write_s, self._check, unread)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, unread: int) -> None:
+        if unread - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
+            self.on_slow()
+        else:
+            self.watch()
+
+
+class HalfClosedWatch:
+    """Distinguishes a client that only sends nothing more from one that has disconnected.
+
+    The latter resets the connection at the next bytes, which `provoke` sends.
+    """
+
+    __slots__ = ("_loop", "_on_lost", "_provoke", "_socket", "_timer")
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        provoke: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._socket: socket.socket = transport.get_extra_info("socket")
+        self._loop, self._provoke, self._on_lost = loop, provoke, on_lost
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if (option := getattr(socket, name, None)) is not None:
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._timer = loop.call_later(_PROVOKE_S, self._ask)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ask(self) -> None:
+        self._provoke()
+        self._check()
+
+    def _check(self) -> None:
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._on_lost()
+        else:
+            self._timer = self._loop.call_later(_CHECK_S, self._check)

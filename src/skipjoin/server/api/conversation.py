@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import TOOL_NAME
@@ -23,7 +23,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _take_refusal(cls, given: Any) -> Any:
-        """Read a refusal, which OpenAI's models answer instead of a text, as the text that the assistant wrote."""
+        """Read a refusal as the text that the assistant wrote."""
         if isinstance(given, dict) and given.get("type") == "refusal" and "refusal" in given and "text" not in given:
             return {("text" if key == "refusal" else key): value for key, value in given.items()} | {"type": "text"}
         return given
@@ -36,8 +36,6 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """Function of a call. Clients leave `arguments` out or empty for a function without parameters."""
-
     name: Annotated[str, Field(max_length=MAX_LABEL)]
     arguments: str | None = None
     parsed_arguments: Ignored = None
@@ -137,11 +135,6 @@ class Message(Body):
 
 
 class Function(Body):
-    """Function that a model may call.
-
-    If `strict`, the arguments of every call match the schema, not only enforced ones.
-    """
-
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -179,7 +172,21 @@ def _choice_kind(value: Any) -> str | None:
     return "~mode" if isinstance(value, str) else None
 
 
+def check_unique(names: Iterable[str]) -> None:
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise ValueError(f"each name must be unique, got {name!r} twice")
+        known.add(name)
+
+
+def _check_names(tools: list[Tool]) -> list[Tool]:
+    check_unique(tool.function.name for tool in tools)
+    return tools
+
+
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)]
+UniqueTools = Annotated[Tools, AfterValidator(_check_names)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("~mode")]
     | Annotated[NamedChoice, Tag("~named")]
@@ -191,16 +198,3 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 
 def functions_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
     return [tool.function.model_dump() for tool in tools or ()]
-
-
-def check_names(tools: list[Tool] | None) -> list[Tool] | None:
-    check_unique(tool.function.name for tool in tools or ())
-    return tools
-
-
-def check_unique(names: Iterable[str]) -> None:
-    known: set[str] = set()
-    for name in names:
-        if name in known:
-            raise ValueError(f"each name must be unique, got {name!r} twice")
-        known.add(name)

@@ -12,19 +12,21 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from skipjoin.observe.explanation import facts_of
+from skipjoin.observe.competitors import Competitor
+from skipjoin.observe.explanation import explained, facts_of
+from skipjoin.observe.history import History
 from skipjoin.observe.reasons import words_of
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, request_not_found
-from skipjoin.server.api.explain import Explainer, find_histories, reasons_of, recent_histories
-from skipjoin.server.api.feed import ConsoleStreams
+from skipjoin.server.api.feed import ConsoleStreams, reasons_of
 from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response, service_of
-from skipjoin.server.api.request_index import KEEP_S
+from skipjoin.server.api.request_index import KEEP_S, IndexedRequest
 from skipjoin.server.api.service import Service
+from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.messages import DescribeRequests, FindHistories, HistoriesFound, RequestStates
 
 # An engine answers between two steps, which do not take longer unless it hangs.
@@ -63,7 +65,7 @@ async def recorded_load(service: Service, owner: str | None, since_s: float) -> 
 
 
 def _clock_difference(now: float, engine_now: float) -> float:
-    """Return the seconds to add to an engine's times: 0 on this machine, whose processes share one clock."""
+    """Return 0 on this machine, whose processes share one clock."""
     return 0.0 if abs(now - engine_now) <= TIMEOUT_S else now - engine_now
 
 
@@ -128,21 +130,72 @@ async def explain_request(request: Request, name: str) -> Response:
     found = service.index.find_call(name, owner)
     if found is None:
         raise request_not_found(name)
-    histories = await find_histories(service.client, found, TIMEOUT_S)
-    explainer = Explainer(service, owner)
-    choices = [
-        explainer.choice(history, found.choices[number], reply, replica)
-        for number, (history, reply, replica) in sorted(histories.items())
-    ]
-    return json_response(
-        {
-            "id": found.response_id,
-            "request_id": found.request_id,
-            "choices": choices,
-            "lost_choices": len(found.choices) - len(choices),
-            "reasons": words_of(reasons_of(service.info)),
-        }
-    )
+    reasons, choices = reasons_of(service.info), []
+    for number, (history, reply, replica) in sorted((await find_histories(service.client, found, TIMEOUT_S)).items()):
+        competitors = [_competitor(service, owner, other) for other in reply.competitors.get(number, ())]
+        told = explained(history, reply.now, time.time(), reasons, reply.standings.get(number))
+        choices.append({"choice": found.choices[number], "replica": replica, **told, "competitors": competitors})
+    ids = {"id": found.response_id, "request_id": found.request_id}
+    lost = len(found.choices) - len(choices)
+    return json_response({**ids, "choices": choices, "lost_choices": lost, "reasons": words_of(reasons)})
+
+
+def _competitor(service: Service, owner: str | None, other: Competitor) -> dict[str, Any]:
+    request = service.index.of_number(other.number)
+    if request is None or owner not in (None, request.owner):
+        named: dict[str, Any] = {"id": None, "choice": None}
+    else:
+        named = {"id": request.response_id, "choice": request.choices[other.number]}
+    return {**named, "seconds": other.seconds, "service": other.service, "is_finished": other.is_finished}
+
+
+async def find_histories(
+    client: EngineClient, request: IndexedRequest, timeout_s: float
+) -> dict[int, tuple[History, HistoriesFound, int]]:
+    numbers = list(request.choices)
+    replies = await client.ask(lambda number, engine: FindHistories(number, numbers), timeout_s)
+    found: dict[int, tuple[History, HistoriesFound, int]] = {}
+    for engine, reply in replies.by_engine.items():
+        assert isinstance(reply, HistoriesFound)
+        for history in reply.histories:
+            found[history.number] = history, reply, engine.number
+    return found
+
+
+async def recent_histories(
+    service: Service, owner: str | None, since_s: float, most: int, timeout_s: float
+) -> list[dict[str, Any]]:
+    replies = await service.client.ask(lambda number, engine: FindHistories(number, None, since_s, most), timeout_s)
+    found = []
+    for engine, reply in replies.by_engine.items():
+        assert isinstance(reply, HistoriesFound)
+        wall = time.time()
+        shift = wall - reply.now
+        for history in reply.histories:
+            request = service.index.of_number(history.number)
+            if request is None or owner not in (None, request.owner):
+                continue
+            found.append(
+                {
+                    "id": request.response_id,
+                    "choice": request.choices[history.number],
+                    "replica": engine.number,
+                    "service": history.service,
+                    "arrived_at": history.arrival + shift,
+                    "ended_at": None if history.ended is None else history.ended + shift,
+                    "now": wall,
+                    "intervals": [
+                        (
+                            interval.state,
+                            interval.begin + shift,
+                            None if interval.end is None else interval.end + shift,
+                            interval.preempted,
+                        )
+                        for interval in history.intervals
+                    ],
+                }
+            )
+    return found
 
 
 def _viewer(request: Request) -> Viewer:

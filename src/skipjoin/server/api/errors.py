@@ -46,7 +46,7 @@ _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """Error response. `param` is the invalid field; `is_of_client`: a limit of one client, not of the server."""
+    """Error response. `param` is the invalid field; `is_of_client`: the limit is one client's, not the server's."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ def overloaded(
     position: int | None = None,
     wait_s: float | None = None,
 ) -> ApiError:
-    """Return 429, with the place in the queue that the request would have if it were admitted."""
+    """Return 429. The place in the queue is the one that the request would have had."""
     headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     if position is not None:
         headers["x-queue-position"] = str(position)
@@ -139,7 +139,7 @@ def from_engine(error: EngineError) -> ApiError:
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):
-        return ApiError(500, str(error), code="engine_lost", headers={"x-should-retry": "false"})
+        return final(500, str(error), "engine_lost")
     if isinstance(error, NoReplicaError):
         return unavailable("no replica of the engine is alive; replicas are being restarted", "no_replica")
     if isinstance(error, EngineHungError):
@@ -149,18 +149,13 @@ def from_engine(error: EngineError) -> ApiError:
     return unavailable("the engine has stopped; the server is shutting down", "engine_dead", again_s)
 
 
+def final(status: int, message: str, code: str) -> ApiError:
+    """Return an error that a retry would meet again."""
+    return ApiError(status, message, code=code, headers={"x-should-retry": "false"})
+
+
 def deadline_exceeded() -> ApiError:
-    """Return 408. A retry would have the same deadline."""
-    return ApiError(
-        408,
-        "the request's deadline passed before it was done",
-        code="deadline_exceeded",
-        headers={"x-should-retry": "false"},
-    )
-
-
-def canceled() -> ApiError:
-    return ApiError(409, "the request was canceled", code="canceled", headers={"x-should-retry": "false"})
+    return final(408, "the request's deadline passed before it was done", "deadline_exceeded")
 
 
 def request_not_found(name: str, *, is_live: bool = False) -> ApiError:
@@ -173,22 +168,8 @@ def request_not_found(name: str, *, is_live: bool = False) -> ApiError:
     )
 
 
-def too_slow() -> ApiError:
-    return unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader")
-
-
-def request_failed(why: str) -> ApiError:
-    return ApiError(500, why, code="request_failed", headers={"x-should-retry": "false"})
-
-
-def grammar_too_expensive(why: str) -> ApiError:
-    return ApiError(400, why, code="grammar_too_expensive", headers={"x-should-retry": "false"})
-
-
 def from_parameter(error: ParameterError) -> ApiError:
-    if isinstance(error, ContextLengthError):
-        return bad_request(str(error), error.param, CONTEXT_LENGTH)
-    return bad_request(str(error), error.param)
+    return bad_request(str(error), error.param, CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None)
 
 
 def unknown_field(param: str) -> ApiError:
@@ -233,23 +214,22 @@ def _no_route(app: FastAPI, request: Request) -> str:
 
 
 def _routes_at(app: FastAPI, request: Request) -> list[Route]:
-    """Return the routes of a path, which have other methods."""
     routes = (route for route in app.routes if isinstance(route, Route))
     return [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
 
 
 def install(app: FastAPI) -> None:
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
         note_of(request.scope).reason = error.code or ""
         return error.response(request.scope)
 
-    async def on_engine_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineError)
+    @app.exception_handler(EngineError)
+    async def on_engine_error(request: Request, error: EngineError) -> Response:
         return await on_api_error(request, from_engine(error))
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         status, message, headers = error.status_code, str(error.detail), error.headers
         if status == 404:
             message = _no_route(app, request)
@@ -263,16 +243,12 @@ def install(app: FastAPI) -> None:
                 message, headers = f"{path} has no method {request.method[:16]}: use {methods}", {"Allow": methods}
         return ApiError(status, message, headers=headers).response(request.scope)
 
-    async def on_disconnect(request: Request, error: Exception) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # never sent, but ASGI needs a response
 
+    @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
         # The text of an unexpected exception may contain secrets, so it is only logged.
         text = "internal error; the server's log has the details"
         return ApiError(500, text, code="internal_error").response(request.scope)
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(EngineError, on_engine_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(ClientDisconnect, on_disconnect)
-    app.add_exception_handler(Exception, on_bug)

@@ -1,7 +1,7 @@
-"""Server-sent events for consoles, which share snapshots of bounded size.
+"""Server-sent events for consoles, which share snapshots.
 
-Without a listener no snapshot is taken, and the engines record no steps. Otherwise there is one per second, or fewer
-if they took more than `MAX_SHARE` of the time of a process. A listener that reads slowly skips snapshots.
+Without a listener none is taken, otherwise one per second, or fewer if they took more than `MAX_SHARE` of the time
+of a process. A listener that reads slowly skips snapshots.
 """
 
 from __future__ import annotations
@@ -10,22 +10,157 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
 
-from skipjoin.observe.reasons import words_of
-from skipjoin.recipes import listed
+import msgspec
+
+from skipjoin.observe.explanation import objectives
+from skipjoin.observe.history import RUNNING, History
+from skipjoin.observe.reasons import OptionNames, ReasonText, reason_texts, words_of
+from skipjoin.observe.steps import StepSummary
+from skipjoin.recipes import find, listed
 from skipjoin.routes import SERVER_SENT
 from skipjoin.server.api.auth import Viewer
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.explain import reasons_of
 from skipjoin.server.api.replays import Replays
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
-from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
-from skipjoin.server.engines.connected_engine import ConnectedEngine
-from skipjoin.server.engines.messages import DescribeRequests, RequestStates
+from skipjoin.server.engines.connected_engine import ConnectedEngine, live_requests
+from skipjoin.server.engines.messages import DescribeRequests, Ready, RequestStates
 from skipjoin.version import VERSION
+
+# Live requests in one snapshot, the first in rank order of each engine.
+MAX_ROWS = 200
+STEP_FIELDS = ("replica", *(field.name for field in fields(StepSummary)))
+_GAUGES = ("kv_cached_blocks", "kv_cpu_cached_blocks", "kv_shared_blocks", "kv_bidirectional_blocks")
+# Rows by label value, for the recipes that have them.
+_RECIPE_GAUGES = ("queue_requests", "deadline_requests", "kv_hosted_requests", "kv_hosted_blocks")
+_COUNTERS = (
+    *("queue_demotions_total", "queue_promotions_total"),
+    *("prompt_tokens_total", "generation_tokens_total", "engine_steps_total", "num_preemptions_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("swap_in_bytes_total", "swap_out_bytes_total", "recomputed_tokens_total"),
+)
+
+
+# Figures that sum over the requests of all keys. From their changes a viewer could tell the lengths of a single one.
+_TOTALS = frozenset(["kv_cache_usage", "queued_tokens", "used_blocks", *_GAUGES, *_RECIPE_GAUGES, *_COUNTERS])
+
+
+class Owned(NamedTuple):
+    owner: str
+    row: dict[str, Any]
+
+
+class Snapshot:
+    def __init__(self, common: dict[str, Any], rows: list[Owned], finished: list[Owned]) -> None:
+        self._common = common
+        self._rows = rows
+        self.finished = finished
+        self._encoded: dict[tuple[str | None, bool], bytes] = {}
+
+    def encoded(self, owner: str | None, *, has_totals: bool) -> bytes:
+        if (owner, has_totals) not in self._encoded:
+            common = self._common if has_totals else _without_totals(self._common)
+            self._encoded[owner, has_totals] = encode(
+                {**common, "rows": visible(self._rows, owner), "finished": visible(self.finished, owner)}
+            )
+        return self._encoded[owner, has_totals]
+
+
+def _without_totals(common: Mapping[str, Any]) -> dict[str, Any]:
+    def hidden(figures: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: None if name in _TOTALS else value for name, value in figures.items()}
+
+    return {
+        **common,
+        "load": hidden(common["load"]),
+        "engines": [hidden(engine) for engine in common["engines"]],
+        "groups": [{**group, "device_blocks": None, "cpu_blocks": None} for group in common["groups"]],
+        "steps": [],
+    }
+
+
+def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:
+    return [part.row for part in parts if owner in (None, part.owner)]
+
+
+def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestStates], silent: list[int]) -> Snapshot:
+    wall, client, admission = time.time(), service.client, service.admission
+    load = client.load()
+    rows = [Owned(request.owner, request.row()) for request in client.without_engine()[:MAX_ROWS]]
+    finished: list[Owned] = []
+    for engine, reply in replies.items():
+        rows += [Owned(request.owner, request.row()) for request in live_requests(engine, reply)]
+        finished += (_finished(service, history, wall - reply.now) for history in reply.finished)
+    common = {
+        "time": wall,
+        "load": {
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_cache_usage": load.usage,
+            "requests": admission.requests,
+            "queued_tokens": admission.tokens,
+        },
+        "engines": [_engine(engine) for engine in replies],
+        "silent_replicas": silent,
+        "groups": [
+            {"replica": engine.number, **msgspec.structs.asdict(group)}
+            for engine, reply in replies.items()
+            for group in reply.groups
+        ],
+        "steps": [step for engine, reply in replies.items() for step in _steps(engine, reply, wall)],
+    }
+    return Snapshot(common, rows, finished)
+
+
+def _engine(engine: ConnectedEngine) -> dict[str, Any]:
+    stats, metrics = engine.stats, engine.stats.metrics
+    facts = ("device", "dtype", "device_blocks", "cpu_blocks", "block_size", "block_bytes")
+    return {
+        "replica": engine.number,
+        **{name: getattr(engine.info, name) for name in facts},
+        "used_blocks": stats.blocks_used,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "is_hung": engine.is_hung,
+        **{name: sum(metrics.row(name)) for name in (*_GAUGES, *_COUNTERS)},
+        **{name: metrics.row(name) for name in _RECIPE_GAUGES},
+    }
+
+
+def _steps(engine: ConnectedEngine, reply: RequestStates, wall: float) -> Iterator[list[float]]:
+    shift = wall - reply.now
+    for step in reply.steps:
+        values = (getattr(step, name) for name in STEP_FIELDS[3:])
+        yield [engine.number, round(step.begin + shift, 4), round(step.end + shift, 4), *(round(v, 5) for v in values)]
+
+
+def _finished(service: Service, history: History, shift: float) -> Owned:
+    request = service.index.of_number(history.number)
+    assert history.ended is not None
+    facts, seconds = history.facts(), history.seconds(history.ended)
+    row = {
+        "id": "" if request is None else request.response_id,
+        "choice": 0 if request is None else request.choices[history.number],
+        "arrived_at": history.arrival + shift,
+        "ended_at": history.ended + shift,
+        "reason": history.reason,
+        "service": history.service,
+        "prompt_tokens": history.prompt_tokens,
+        "output_tokens": history.output_tokens,
+        "ttft_s": None if history.first_token is None else facts.ttft(history.ended),
+        "tpot_s": facts.tpot(history.ended),
+        "jct_s": facts.jct(history.ended),
+        "waited_s": sum(value for state, value in seconds.items() if state != RUNNING),
+        "preemptions": sum(history.preemptions.values()),
+        "objectives": {name: outcome["met"] for name, outcome in objectives(history, history.ended).items()},
+        "forecast": history.prediction and history.prediction._asdict(),
+    }
+    return Owned("" if request is None else request.owner, row)
+
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +173,9 @@ MAX_OF_KEY = 4
 MAX_BACKLOG = 512
 # An engine in a long step answers later, and is in the next snapshot.
 _TIMEOUT_S = 2.0
+
+
+_SHOWN_FACTS = ("recipe", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 class Feed:
@@ -59,10 +197,7 @@ class Feed:
             self._next.cancel()
 
     async def events(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
-        """Yield a `hello` event, then `snapshot` events, as the viewer may see them.
-
-        Raise 503 for too many listeners.
-        """
+        """Yield `hello`, then `snapshot` events. Raise 503 for too many listeners."""
         self._check_room(viewer.key)
         self._listeners[viewer.key] += 1
         try:
@@ -93,10 +228,7 @@ class Feed:
         return {
             "model": service.name,
             "version": VERSION,
-            "recipe": info.recipe,
-            "max_num_seqs": info.max_num_seqs,
-            "max_num_batched_tokens": info.max_num_batched_tokens,
-            "max_model_len": info.max_model_len,
+            **{name: getattr(info, name) for name in _SHOWN_FACTS},
             "replicas": service.client.wanted,
             "max_rows": MAX_ROWS,
             "step_fields": STEP_FIELDS,
@@ -127,7 +259,7 @@ class Feed:
             await asyncio.sleep(max(0.0, begin + period_s - time.monotonic()))
 
     async def _publish(self) -> float:
-        """Publish a snapshot, and return the longest time that it took any process."""
+        """Return the longest time that a snapshot took any process."""
         replies = await self._service.client.ask(self._question, _TIMEOUT_S)
         begin = time.thread_time()
         states = {engine: reply for engine, reply in replies.by_engine.items() if isinstance(reply, RequestStates)}
@@ -144,8 +276,12 @@ class Feed:
         return DescribeRequests(number, rows=MAX_ROWS, finished_after=after, has_steps=True)
 
 
+def reasons_of(info: Ready) -> dict[str, ReasonText]:
+    return reason_texts(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
+
+
 class ConsoleStreams:
-    """Snapshots and simulations, whose open streams would delay the end of the server."""
+    """Streams that would delay the end of the server."""
 
     def __init__(self, service: Service, *, has_batches: bool = False) -> None:
         self.feed = Feed(service, has_batches=has_batches)

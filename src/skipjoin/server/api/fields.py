@@ -52,7 +52,7 @@ def _whole(value: Any) -> Any:
 
 
 class Integer:
-    """Bounds of an integer, which may be written as 16.0, as clients do that have only doubles."""
+    """Bounds of an integer, which clients that have only doubles write as 16.0."""
 
     def __init__(self, low: Any, high: Any) -> None:
         self._low, self._high = low, high
@@ -71,18 +71,16 @@ class Body(BaseModel):
 
 
 def one_of(choose: Callable[[Any], str | None], expected: str) -> Discriminator:
-    """Let `choose` select the member of a union, so that errors are about that member only."""
+    """Let `choose` select the member of a union that errors are about."""
     return Discriminator(choose, custom_error_type="type", custom_error_message=expected)
 
 
-def text_or_list(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
+def tagged(tags: Mapping[type, str]) -> Callable[[Any], str | None]:
+    return lambda value: tags.get(type(value))
 
 
-def text_or_object(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~object" if isinstance(value, dict) else None
-
-
+text_or_list = tagged({str: "~text", list: "~list"})
+text_or_object = tagged({str: "~text", dict: "~object"})
 TextOrObject = Annotated[
     Annotated[str, Tag("~text")] | Annotated[dict[str, Any], Tag("~object")],
     one_of(text_or_object, "must be an object or a string"),

@@ -119,7 +119,7 @@ class Forecasting:
         self._thread.start()
 
     async def expect(self, prompts: Sequence[tuple[Sequence[int], int]], owner: str = "") -> list[Expectation]:
-        """Return the expectations of prompts (token ids and maximum output tokens) after at most `PATIENCE_S`."""
+        """Return the expectations of prompts (token ids, maximum output tokens) after at most `PATIENCE_S`."""
         asked = [self._ask(prompt, max_tokens, owner) for prompt, max_tokens in prompts]
         waiting = [answer for _, answer in asked if answer is not None]
         if waiting:

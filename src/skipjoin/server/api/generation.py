@@ -41,14 +41,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a body comes from.
-
-    Attributes:
-        options: Those of its sequences, without what `Endpoint.prepare` adds.
-        arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
-        queue: Where its sequences wait; None for that of HTTP requests.
-        owner: Hashed API key.
-    """
+    """The deadline in `options` counts from `arrived`, on the monotonic clock. `queue` None is that of HTTP."""
 
     options: RequestOptions = DEFAULT_OPTIONS
     arrived: float = field(default_factory=time.monotonic)
@@ -63,11 +56,7 @@ class Origin:
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Endpoint that generates. `operation` is its name in traces, one of OpenTelemetry's.
-
-    Attributes:
-        tasks: Those of models that it is for.
-    """
+    """Endpoint for models of `tasks`. `operation` is one of OpenTelemetry's names."""
 
     route: ClassVar[Route]
     tasks: ClassVar[Collection[Task]] = (Task.GENERATE,)
@@ -78,11 +67,11 @@ class Endpoint(ABC, Generic[BodyT]):
         self.service = service
 
     def ready(self, body: BodyT) -> dict[str, Any] | None:
-        """Return the response to a body that asks for no tokens, or None."""
+        """Return the response to a body that asks for no tokens."""
         return None
 
     async def prepare(self, body: BodyT, origin: Origin) -> Job:
-        """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
+        """Validate a body, reserve slots and tokenize. No slots are held after an `ApiError`."""
         service, options = self.service, origin.options
         service.check_open()
         found = service.check_model(body.model)
@@ -161,7 +150,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     async def tokenize(self, body: BodyT, client: str) -> list[Prompt]:
-        """Return the tokenized prompts, one per estimate. `client` is whose constraints wait for each other."""
+        """Return one prompt per estimate. Constraints of one `client` wait for each other."""
 
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format: ...

@@ -19,7 +19,7 @@ LAST_ANSWERS_S = 2
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server without signal handlers, because `lifecycle` decides when the server stops."""
+    """uvicorn server without signal handlers: `lifecycle` decides when it stops."""
 
     def __init__(
         self,

@@ -12,8 +12,14 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from skipjoin.routes import Access, paths
-from skipjoin.server.api.connection_watches import HalfClosedWatch, LingeringClose, SlowReaderWatch
-from skipjoin.server.api.connections import ConnectionClient, ConnectionLimits, Connections
+from skipjoin.server.api.connections import (
+    ConnectionClient,
+    ConnectionLimits,
+    Connections,
+    HalfClosedWatch,
+    LingeringClose,
+    SlowReaderWatch,
+)
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.tolerant_protocol import TolerantProtocol
 
@@ -30,7 +36,7 @@ _UNREAD_S = 1.0
 
 
 class _Trailers(list[tuple[bytes, bytes]]):
-    """Drops trailers, in place of uvicorn's list of headers after a complete head."""
+    """Drops trailers, in place of uvicorn's list of headers."""
 
     def append(self, header: tuple[bytes, bytes]) -> None: ...
 
@@ -41,8 +47,7 @@ _TRAILERS = _Trailers()
 class BoundedProtocol(TolerantProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
-    One timer runs while the client has to send, another while it has to read. For a `LingeringClose`, this is the
-    transport of uvicorn's request cycles (`write` to `resume_reading`).
+    For a `LingeringClose`, it is the transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
     limits: ConnectionLimits
@@ -196,7 +201,7 @@ class BoundedProtocol(TolerantProtocol):
         return rest
 
     def _check_sizes(self, received: int, taken: int, *, was_in_head: bool) -> None:
-        """Refuse a long incomplete head, or a body of which too few of the received bytes are data."""
+        """Refuse a long incomplete head, or a body with too little data."""
         most = self.limits.max_header_bytes
         if was_in_head:
             self._head_bytes += received

@@ -1,5 +1,3 @@
-"""Jobs: requests that hold places in the queue, and their runs. `generation` makes them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,15 +15,7 @@ from skipjoin.engine.text import Choice
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
-from skipjoin.server.api.errors import (
-    ApiError,
-    canceled,
-    deadline_exceeded,
-    grammar_too_expensive,
-    request_failed,
-    too_slow,
-    unavailable,
-)
+from skipjoin.server.api.errors import ApiError, deadline_exceeded, final, unavailable
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import AdmissionSlot
 from skipjoin.server.api.request_index import IndexedRequest
@@ -40,7 +30,7 @@ AT_ONCE = 64
 
 
 class Format(Protocol):
-    """Formatter of one response. Its events are framed (`routes.Frames`), and may be empty or several."""
+    """Its events are framed (`routes.Frames`), and may be empty or several."""
 
     id: str
     has_usage: bool
@@ -60,10 +50,7 @@ class Format(Protocol):
 class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
-    Attributes:
-        choices: Grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
-        options, arrived, owner, request_id: As in `generation.Origin`.
-        keep: Stores the formatted response before the client gets the end of it.
+    `choices` are grouped by prompt. `keep` stores the response before the client gets the end of it.
     """
 
     choices: list[Choice]
@@ -85,9 +72,9 @@ class Job:
 
 
 class JobRun:
-    """Running job: a context manager, and an iterator over new text.
+    """Context manager, and iterator over new text. Exit aborts the job and releases its slots.
 
-    Exit aborts the job and releases its slots. Entry and iteration raise `ApiError` and `EngineError`.
+    Entry and iteration raise `ApiError` and `EngineError`.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -113,7 +100,7 @@ class JobRun:
             job, numbers = self.job, [sequence.id for sequence in self._sequences]
             program = job.options.program.name if job.options.program is not None else ""
             self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers, program)
-            self._indexed.cancel = partial(self.fail, canceled())
+            self._indexed.cancel = partial(self.fail, final(409, "the request was canceled", "canceled"))
         except BaseException:
             self.close()
             raise
@@ -143,7 +130,6 @@ class JobRun:
         expected.follow(partial(client.reforecast, sequence))
 
     async def ready(self) -> None:
-        """Wait for output or a failure."""
         await self._mailbox.ready()
 
     def __aiter__(self) -> JobRun:
@@ -160,7 +146,7 @@ class JobRun:
                 continue
             if output.reason is not None:
                 if output.is_refused:
-                    raise grammar_too_expensive(output.error)
+                    raise final(400, output.error, "grammar_too_expensive")
                 _check_reason(output.reason, output.error)
             text = choice.take(output)
             deltas[choice] = deltas[choice] + text if choice in deltas else text
@@ -226,7 +212,7 @@ class JobRun:
 
     @property
     def queue_place(self) -> tuple[int, float | None] | None:
-        """Return the position in the queue and the seconds that are still expected, or None once a choice runs."""
+        """Position in the queue and expected seconds, or None once a choice runs."""
         slots = self.job.slots
         return None if any(slot.waited_s is not None for slot in slots) else slots[0].place
 
@@ -238,7 +224,7 @@ class JobRun:
         self._client.abort(self._sequences)
 
     def close(self) -> None:
-        """Abort unfinished choices, release the slots and count the outputs. Idempotent."""
+        """Abort unfinished choices and count the outputs. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -273,7 +259,7 @@ class JobRun:
             self._service.metrics.observe("request_max_num_generation_tokens", longest)
 
     def _fail_slow_reader(self) -> None:
-        self.fail(too_slow())
+        self.fail(unavailable("the client reads too slowly: too much of the output waits to be sent", "slow_reader"))
         self.stop()
 
 
@@ -295,7 +281,7 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 
 def _check_reason(reason: FinishReason, error: str) -> None:
     if reason is FinishReason.ERROR:
-        raise request_failed(error)
+        raise final(500, error, "request_failed")
     if reason is FinishReason.DEADLINE:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:

@@ -1,4 +1,4 @@
-"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2). Until then the prior serves."""
+"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ForecastRequests:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Request a forecast for `tell`. Return the task, or None if too many are pending."""
+        """Request a forecast for `tell`. Return None if too many are pending."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.count("forecast_url_total", "skipped")
             return None

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from skipjoin.server.api.errors import bad_request, overloaded
-from skipjoin.server.api.finish_times import Runs, Throughput
-from skipjoin.server.api.queue_waits import QueueWaits
+from skipjoin.server.api.finish_times import QueueWaits, Runs, Throughput
 from skipjoin.server.api.shares import Shares
 from skipjoin.server.metrics import Metrics
 
@@ -36,7 +35,7 @@ def _retry_after(seconds: float) -> float:
 
 
 class QueuePlace(NamedTuple):
-    """Place in the queue at the time `since`, when `begun` sequences had left it; seconds are None if unknown."""
+    """Place in the queue at the time `since`, when `begun` sequences had left it."""
 
     position: int
     since: float
@@ -46,12 +45,7 @@ class QueuePlace(NamedTuple):
 
 
 class AdmissionSlot:
-    """Slot of one sequence from its admission to its end. All methods are idempotent.
-
-    Attributes:
-        queue: Its place when it was admitted.
-        waited_s: Actual time in the queue; None before the first start.
-    """
+    """Slot of one sequence from its admission to its end. All methods are idempotent."""
 
     __slots__ = ("_admission", "_open", "client", "queue", "tokens", "waited_s", "weight")
 
@@ -66,11 +60,10 @@ class AdmissionSlot:
 
     @property
     def place(self) -> tuple[int, float | None]:
-        """Return the position now, if others start by arrival, and the seconds that are still expected."""
+        """Return the position, if others start by arrival, and the expected seconds."""
         return self._admission.place_of(self)
 
     def resize(self, tokens: int) -> None:
-        """Replace the estimate without a check of the limits."""
         if self._open:
             self._admission.note_size(self, tokens - self.tokens)
             self.tokens = tokens
@@ -90,10 +83,8 @@ class AdmissionSlot:
 class Admission:
     """Admission control of one queue. Use it on the event loop only, so that check and count are atomic.
 
-    Args:
-        max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
-        steps: Returns the total number of engine steps. None counts one step per second.
-        is_shared: True if clients share both limits fairly (see `Shares`).
+    `max_tokens` limits tokens of prompts that have not run yet. `steps` returns the number of engine steps; None counts
+    one per second. With `is_shared`, clients share both limits fairly (see `Shares`).
     """
 
     def __init__(
@@ -140,7 +131,7 @@ class Admission:
         is_best_effort: bool = False,
         param: str = "prompt",
     ) -> list[AdmissionSlot]:
-        """Reserve slots for all sequences of a request. `weight` is that of the client among others.
+        """Reserve slots for all sequences of a request.
 
         Raises:
             ApiError: 429 with an estimated Retry-After if there is no room now, 400 if there never is.

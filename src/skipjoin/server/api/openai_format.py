@@ -18,13 +18,6 @@ from skipjoin.server.api.service import Service
 
 
 class OpenAiFormat(ABC):
-    """Base class of OpenAI's formats.
-
-    Attributes:
-        no_usage: Usage of an event without one: null if a later event has it, as OpenAI's API does.
-        begun: Choices that have had an event.
-    """
-
     def __init__(self, service: Service, body: GenerationBody, prefix: str, service_tier: Any) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created, self.model, self.service_tier = int(time.time()), service.shown_model(body.model), service_tier
@@ -49,7 +42,7 @@ class OpenAiFormat(ABC):
 
 
 def prompt_scores(tokenizer: Tokenizer, choice: Choice, top: int | None) -> list[dict[str, Any] | None] | UnsetType:
-    """Return the log-probabilities of a prompt in vLLM's form, by token id. Ranks beyond the likeliest are null."""
+    """Return the log-probabilities of a prompt in vLLM's form. Ranks beyond the likeliest are null."""
     if top is None:
         return UNSET
     text_of = cache(tokenizer.token_text)  # halves the time, which other requests of the process wait for

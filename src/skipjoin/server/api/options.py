@@ -41,7 +41,7 @@ def request_options(
 def program_of(
     body: RequestBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
 ) -> ProgramId | None:
-    """Return the program of a request, or None. Equal names of two keys are two programs.
+    """Equal names of two keys are two programs.
 
     Raises:
         ApiError: 400 if the header `x-program-id` is invalid.
@@ -61,14 +61,14 @@ def program_of(
 
 
 def client_of(owner: str, config: ServerConfig, user: str | None = None) -> str:
-    """Return the client by which capacity is shared, or "" if it is not. Equal users of two keys are two clients."""
+    """Return the client by which capacity is shared, or ""."""
     if config.sharing == "user":
         return f"{owner}:{user or ''}"
     return owner if config.sharing == "key" else ""
 
 
 def cache_salt(body: RequestBody, owner: str) -> str:
-    """Return the body's salt with the owner, so that TTFTs reveal nothing about the prompts of other keys."""
+    """Add the owner to a salt, so that TTFTs reveal nothing about the prompts of other keys."""
     salt = body.cache_salt or ""
     return salt if owner == ANONYMOUS else f"{owner}:{salt}"
 
@@ -80,7 +80,7 @@ def served_tier(options: RequestOptions) -> ServiceTier:
 
 
 def allowed_tier(body: RequestBody, config: ServerConfig, owner: str) -> ServiceTier | None:
-    """Return the tier. Raise 400 for priority, which preempts others, unless the key has that right."""
+    """Raise 400 for priority, which preempts others, unless the key has that right."""
     if body.service_tier == "priority" and not config.rights_of(owner).tier:
         which = "this API key" if _has_own(config, owner, "tier") else "this server"
         raise bad_request(

@@ -1,4 +1,4 @@
-"""Static files for browsers, which need no key; they work with the viewer's."""
+"""Static files for browsers, which need no key."""
 
 from __future__ import annotations
 

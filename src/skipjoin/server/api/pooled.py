@@ -11,9 +11,6 @@ from functools import partial
 from itertools import starmap
 from typing import Any, TypeVar
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.model.errors import ModelError
@@ -43,7 +40,7 @@ _AT_ONCE = 32
 
 
 class VectorChoice(Choice):
-    """Vector of one text, or score of one pair, in place of an output."""
+    """Vector of one text, or score of one pair."""
 
     vector = b""
 
@@ -57,58 +54,6 @@ class VectorChoice(Choice):
     @property
     def values_to_format(self) -> int:
         return len(self.vector) // 4
-
-
-class PooledUsage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class _Embedding(msgspec.Struct, frozen=True):
-    index: int
-    embedding: list[float] | str
-    object: str = "embedding"
-
-
-class _Embeddings(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
-    data: list[_Embedding]
-    usage: PooledUsage
-    object: str = "list"
-
-
-class _Text(msgspec.Struct, frozen=True):
-    text: str
-
-
-class _Ranked(msgspec.Struct, frozen=True):
-    index: int
-    relevance_score: float
-    document: _Text | UnsetType = UNSET
-
-
-class _Ranking(msgspec.Struct, frozen=True):
-    id: str
-    model: str
-    results: list[_Ranked]
-    usage: PooledUsage
-
-
-class _Score(msgspec.Struct, frozen=True):
-    index: int
-    score: float
-    object: str = "score"
-
-
-class _Scores(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
-    data: list[_Score]
-    usage: PooledUsage
-    object: str = "list"
 
 
 class PooledFormat(ABC):
@@ -135,11 +80,14 @@ class PooledFormat(ABC):
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         vectors = [choice.vector for choice in texts if isinstance(choice, VectorChoice)]
-        return encode(self.made(vectors, PooledUsage(usage.prompt_tokens, usage.prompt_tokens)))
+        return encode(self.made(vectors, {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}))
 
     @abstractmethod
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> Any:
-        """Return the response."""
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]: ...
+
+    def listed(self, data: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        head = {"id": self.id, "created": self.created, "model": self.model}
+        return {**head, "data": data, "usage": usage, "object": "list"}
 
     def scores(self, vectors: Sequence[bytes]) -> list[float]:
         values = [values_of(vector) for vector in vectors]
@@ -152,36 +100,34 @@ class PooledFormat(ABC):
 class EmbeddingFormat(PooledFormat):
     prefix = "embd"
 
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Embeddings:
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
         is_text = self.body.encoding_format == "base64"
-        data = [
-            _Embedding(index, base64.b64encode(vector).decode() if is_text else values_of(vector).tolist())
-            for index, vector in enumerate(vectors)
-        ]
-        return _Embeddings(self.id, self.created, self.model, data, usage)
+        shown = [base64.b64encode(vector).decode() if is_text else values_of(vector).tolist() for vector in vectors]
+        data = [{"index": at, "embedding": values, "object": "embedding"} for at, values in enumerate(shown)]
+        return self.listed(data, usage)
 
 
 class RankingFormat(PooledFormat):
     prefix = "rerank"
 
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Ranking:
-        texts = self.body.seconds if self.body.return_documents is not False else None
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
         ranked = sorted(enumerate(self.scores(vectors)), key=lambda pair: (-pair[1], pair[0]))[: self.body.top_n]
-        results = [_Ranked(index, score, UNSET if texts is None else _Text(texts[index])) for index, score in ranked]
-        return _Ranking(self.id, self.model, results, usage)
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in ranked]
+        if self.body.return_documents is not False:
+            texts = self.body.seconds
+            results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]
+        return {"id": self.id, "model": self.model, "results": results, "usage": usage}
 
 
 class ScoreFormat(PooledFormat):
     prefix = "score"
 
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Scores:
-        data = [_Score(index, score) for index, score in enumerate(self.scores(vectors))]
-        return _Scores(self.id, self.created, self.model, data, usage)
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
+        scores = enumerate(self.scores(vectors))
+        return self.listed([{"index": index, "score": score, "object": "score"} for index, score in scores], usage)
 
 
 class PooledEndpoint(Endpoint[PooledT]):
-    """Endpoint that returns vectors or scores, whose requests have no output to forecast."""
-
     operation = "embeddings"
     format_type: type[PooledFormat]
 
@@ -247,7 +193,7 @@ class EmbeddingEndpoint(PooledEndpoint[EmbeddedBody]):
 
 
 class PairsEndpoint(PooledEndpoint[PairsT]):
-    """Endpoint that scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
+    """Scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
 
     tasks = (Task.EMBED, Task.SCORE)
 
@@ -278,7 +224,7 @@ class PairsEndpoint(PooledEndpoint[PairsT]):
     @property
     @abstractmethod
     def _params(self) -> tuple[str, str]:
-        """Names of the fields with the first and the second texts."""
+        pass
 
 
 class RerankEndpoint(PairsEndpoint[RerankRequest]):

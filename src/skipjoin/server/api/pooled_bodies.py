@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, ValidationInfo, field_validator
 
 from skipjoin.sampling import INT32
-from skipjoin.server.api.fields import Body, Integer, Label, Null, Only, Text, one_of, text_or_list
+from skipjoin.server.api.fields import Body, Integer, Label, Null, Only, Text, one_of, text_or_list, text_or_object
 from skipjoin.server.api.protocol import RequestBody, TokenIds, prompt_kind
 
 MAX_INPUTS = 2048  # as in OpenAI's API
@@ -25,7 +25,7 @@ Input = Annotated[
 
 
 class PooledBody(RequestBody):
-    """Fields that all of these endpoints share. Texts are never cut: one that is too long is an error."""
+    """Shared fields. Texts are never cut: one that is too long is an error."""
 
     safety_identifier: Label = None
     add_special_tokens: Annotated[Any, Only(None, True)] = None
@@ -33,8 +33,6 @@ class PooledBody(RequestBody):
 
 
 class EmbeddedBody(PooledBody):
-    """Body with texts to embed."""
-
     dimensions: Annotated[int, Integer(1, INT32)] | None = None
 
     @property
@@ -62,13 +60,7 @@ class Document(Body):
     text: Text
 
 
-def _text_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~document" if isinstance(value, dict) else None
-
-
 class PairsBody(PooledBody):
-    """Body with pairs of texts."""
-
     dimensions: Null = None
 
     @property
@@ -82,7 +74,7 @@ class PairsBody(PooledBody):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Return indexes of both texts of each pair."""
+        """Indexes of both texts of each pair."""
         is_shared = len(self.firsts) == 1
         return [(0 if is_shared else index, index) for index in range(len(self.seconds))]
 
@@ -95,8 +87,8 @@ class RerankRequest(PairsBody):
     documents: Annotated[
         list[
             Annotated[
-                Annotated[Text, Tag("~text")] | Annotated[Document, Tag("~document")],
-                one_of(_text_kind, "must be a string, or an object with a text"),
+                Annotated[Text, Tag("~text")] | Annotated[Document, Tag("~object")],
+                one_of(text_or_object, "must be a string, or an object with a text"),
             ]
         ],
         Field(min_length=1, max_length=MAX_INPUTS),
@@ -123,7 +115,7 @@ SomeTexts = Annotated[
 
 
 class ScoreRequest(PairsBody):
-    """Body of POST /score: one text with each of several, or as many with each other."""
+    """Body of POST /score: one text with each of several, or pairs."""
 
     large_fields: ClassVar[Mapping[str, str]] = {"text_1": "inputs", "text_2": "inputs"}
     text_1: SomeTexts

@@ -1,7 +1,6 @@
-"""Request bodies, except of chats. Unknown fields are refused, so that nothing is ignored silently.
+"""Request bodies. Unknown fields are refused, so that nothing is ignored silently.
 
-Fields that clients send by default for features that this server lacks are accepted only with values without effect
-(`Only`, `Ignored`).
+Fields of features that this server lacks are accepted with values without effect (`Only`, `Ignored`).
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1), Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """Options of a streamed response."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -84,7 +81,7 @@ Prompt = Annotated[
 
 
 class JsonSchema(Body):
-    """OpenAI's named schema. It is enforced whether `strict` or not. Without a schema, any JSON is valid."""
+    """OpenAI's named schema, enforced whether `strict` or not. Without one, any JSON is valid."""
 
     name: Label = None
     description: str | None = None
@@ -93,7 +90,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's format of a response. `schema` beside json_object is how llama.cpp and others take a schema."""
+    """OpenAI's format of a response. `schema` beside json_object is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -116,8 +113,6 @@ class ResponseFormat(Body):
 
 
 class RequestBody(Body):
-    """Fields that all endpoints of the queue share."""
-
     model: Label = None
     priority: Annotated[int, Integer(-INT64 - 1, INT64)] | None = None
     deadline_ms: Deadline | None = None
@@ -140,12 +135,11 @@ class RequestBody(Body):
 
     @property
     def copies(self) -> int:
-        """Number of choices of each prompt."""
         return 1
 
     @property
     def session(self) -> str | None:
-        """Name of the session of calls that the body belongs to, if it has one."""
+        """Name of the session of calls that the body belongs to."""
         return None
 
     @property
@@ -161,8 +155,6 @@ SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_f
 
 
 class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
-    """Fields that all generation endpoints share."""
-
     n: Annotated[int, Integer(1, MAX_N)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -29,7 +29,7 @@ class ReplayBody(Body):
 
 
 class Replays:
-    """Runs the simulator, and ends it when the client disconnects or the server stops."""
+    """Runs the simulator, and ends it with the client or the server."""
 
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
         self._program = program
@@ -42,7 +42,7 @@ class Replays:
         self._kill()
 
     async def events(self, question: bytes) -> AsyncGenerator[bytes, None]:
-        """Yield `progress` events, then one `result` or `failed` event. Raise 503 if a simulation runs already."""
+        """Yield `progress` events, then `result` or `failed`. Raise 503 if one runs already."""
         if self._is_busy or self._is_closed:
             raise ApiError(503, "a simulation runs already: wait for its end, or cancel it", code="replay_is_running")
         self._is_busy = True

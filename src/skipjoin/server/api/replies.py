@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, from_engine, request_not_found
+from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import BodyT, Endpoint, Origin
 from skipjoin.server.api.jobs import Job, JobRun
 from skipjoin.server.api.notes import note_of
@@ -27,12 +28,15 @@ from skipjoin.server.engines.errors import EngineError
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
+RequestT = TypeVar("RequestT", bound=Body)
 # Reason in the log if the client disconnects early.
 _DISCONNECTED = "disconnected"
 
 # Seconds after which a stream tells its place in the queue, and between two such comments.
 _FIRST_NOTE_S, _NEXT_NOTE_S = 1.0, 5.0
 _EVENTS = "text/event-stream"
+# Proxies would hold events back.
+_NO_BUFFERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 # Bytes of a response that are sent at a time.
 _CHUNK_BYTES = 1 << 16
 
@@ -58,7 +62,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return the result of `work`, or cancel it and raise `ClientDisconnect` when the client disconnects."""
+    """Return the result of `work`, or cancel it and raise `ClientDisconnect`."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnection(receive))
     watcher.add_done_callback(lambda _: task.cancel())
@@ -90,7 +94,7 @@ async def cancel_request(request: Request, name: str) -> Response:
 
 
 class JsonReply(Response):
-    """JSON response, sent in pieces so that at most one is buffered for a client that does not read.
+    """JSON response, one piece of which is buffered for a client that does not read.
 
     `on_end` is called after the last byte was passed on, or sending failed.
     """
@@ -117,13 +121,21 @@ def service_of(request: Request) -> Service:
     return found
 
 
+async def open_body(request: Request, kind: type[RequestT]) -> tuple[Service, RequestT]:
+    """Return the service, if it accepts requests, and the body, if it has its model."""
+    service = service_of(request)
+    service.check_open()
+    body = await service.parse(await json_body(request), kind)
+    service.check_model(body.model)  # type: ignore[attr-defined]
+    return service, body
+
+
 def json_response(content: Any) -> Response:
     return JsonReply(encode(content))
 
 
 @asynccontextmanager
 async def _watched(endpoint: Endpoint[BodyT], job: Job, scope: Scope, receive: Receive) -> AsyncIterator[JobRun]:
-    """Enter the job's run, which raises `DisconnectedError` when the client disconnects."""
     endpoint.service.busy += 1
     try:
         async with endpoint.run(job) as run:
@@ -160,10 +172,13 @@ class WholeReply(_JobReply):
 
 class StreamReply(_JobReply):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        frames = self._endpoint.route.frames
+        assert frames is not None
+        headers = [(b"content-type", frames.media_type.encode()), *_NO_BUFFERS]
         try:
             # An error before the stream starts has its own status.
             async with _watched(self._endpoint, self._job, scope, receive) as run:
-                await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(self._endpoint)})
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 try:
                     # In its own task, because each token would otherwise resume all enclosing calls of the framework.
                     last = await asyncio.create_task(self._send_all(run, send))
@@ -203,7 +218,7 @@ class StreamReply(_JobReply):
 
 
 async def _tell_place(run: JobRun, send: Send) -> None:
-    """Send comments with the place in the queue until the run has output or fails."""
+    """Send comments with the place in the queue until there is output."""
     wait_s = _FIRST_NOTE_S
     while True:
         # Not a task, whose end the event loop would notice only after more output.
@@ -219,12 +234,13 @@ async def _tell_place(run: JobRun, send: Send) -> None:
         wait_s = _NEXT_NOTE_S
 
 
-def _stream_headers(endpoint: Endpoint[Any]) -> list[tuple[bytes, bytes]]:
-    frames = endpoint.route.frames
-    assert frames is not None
-    # Proxies would buffer events.
-    return [
-        (b"content-type", frames.media_type.encode()),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ]
+def listed(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, "has_more": has_more, **ends}
+
+
+def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
+    text = query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
+        raise bad_request(f"limit must be an integer in [1, {most}], got {text!r}", "limit")
+    return int(text)

@@ -12,15 +12,7 @@ MAX_FINISHED = 20_000
 
 @dataclass(slots=True, eq=False)
 class IndexedRequest:
-    """HTTP request or line of a batch.
-
-    Attributes:
-        request_id: `x-request-id`; empty for a line of a batch.
-        program: Name of its program; empty without one.
-        choices: Index of the choice by sequence number.
-        cancel: Ends the request with an error.
-        ended: Seconds on the index's clock; None while the request is live.
-    """
+    """HTTP request, or line of a batch, which has no `request_id`. `choices` are by sequence number."""
 
     response_id: str
     request_id: str
@@ -59,13 +51,13 @@ class RequestIndex:
         self._forget_old()
 
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
-        """Return the request with this response id, or else the newest one with this `x-request-id`."""
+        """Return the request with this response id, or else the newest with this `x-request-id`."""
         named = self._named(name, owner)
         by_response = (request for request in named if request.response_id == name)
         return next(by_response, None) or next((request for request in named if request.request_id == name), None)
 
     def find_call(self, name: str, owner: str | None) -> IndexedRequest | None:
-        """Return the request with one of these ids, or else the newest call of the program with this name."""
+        """Also find the newest call of a program."""
         return self.find(name, owner) or next(iter(self._named(name, owner)), None)
 
     def _named(self, name: str, owner: str | None) -> list[IndexedRequest]:

@@ -17,7 +17,7 @@ _LABEL = 8
 
 
 class RequestLog:
-    """ASGI middleware that logs each request, at level debug if it is a successful GET."""
+    """ASGI middleware that logs each request, successful GETs at level debug."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

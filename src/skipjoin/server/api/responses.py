@@ -1,4 +1,4 @@
-"""Response bodies, as msgspec structs for speed, because each streamed token encodes one."""
+"""Response bodies, as msgspec structs for speed: each streamed token encodes one."""
 
 from __future__ import annotations
 

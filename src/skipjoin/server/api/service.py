@@ -70,7 +70,7 @@ class Phase(Enum):
 
 
 class Service:
-    """Shared state of one server, with the number of its `busy` generation requests over HTTP."""
+    """Shared state of one server. `busy` counts its generation requests over HTTP."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Service:
         *,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Accept requests. Without a `keeper` there are no forecasts, and those of `ask` take precedence."""
+        """Accept requests. Without a `keeper` there are no forecasts. Those of `ask` take precedence."""
         self._info, self._tokenizer = info, tokenizer
         self._grammars = GrammarCheck(info.folder, info.vocab_size, tokenizer.eos_token_ids)
         self._grammars.start()
@@ -193,7 +193,7 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> Adapter | None:
-        """Return the adapter that a body names as its model; raise 404 for an unknown model."""
+        """Return the adapter that a body names as its model. Raise 404 for an unknown model."""
         _ = self.info  # until the model is loaded, no name is known
         if (adapter := self.adapters.find(name)) is None and name is not None and name not in self.names:
             raise model_not_found(name, self.served_names)
@@ -201,11 +201,9 @@ class Service:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Names of the model and of its adapters."""
         return *self.names, *(adapter.name for adapter in self.adapters.all)
 
     def shown_model(self, name: str | None) -> str:
-        """Return the model's name in responses to a body that names it thus."""
         return self.name if (adapter := self.adapters.find(name)) is None else adapter.name
 
     def add_adapter(self, adapter: Adapter) -> None:
@@ -277,7 +275,7 @@ class Service:
         return from_parameter(ContextLengthError.of_prompt(param, self.info.max_model_len, found))
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Raise 400 for ids that neither the model nor the tokenizer has."""
+        """Raise 400 for ids that neither model nor tokenizer has."""
         known = max(self.info.vocab_size, self.tokenizer.vocab_size)
         try:
             check_ids(name, ids, known)
@@ -285,7 +283,7 @@ class Service:
             raise from_parameter(error) from None
 
     def check_prompt(self, ids: Sequence[int], param: str) -> None:
-        """Raise 400 for tokens that the model does not have, which its tokenizer may have."""
+        """Raise 400 for tokens that only the tokenizer has."""
         size = self.info.vocab_size
         if ids and (last := max(ids)) >= size:
             text = self.tokenizer.token_text(last)
@@ -362,7 +360,7 @@ class Service:
         return params
 
     def _bad_words(self, words: Sequence[str]) -> BadWords:
-        """Return the words as tokens, at the beginning of a text and after a space."""
+        """Return words as tokens, at the beginning of a text and after a space."""
         bare = [word.lstrip() for word in words]
         texts = [*words, *bare, *(f" {word}" for word in bare)]
         encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)

@@ -1,7 +1,6 @@
 """Structural check of large bodies before validation.
 
-pydantic reports all errors: 4 MB of unknown fields block the interpreter for half a second. msgspec stops at the first
-error, and skips untyped values (`Raw`).
+pydantic reports all errors: 4 MB of unknown fields block the interpreter for half a second. msgspec stops at the first.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
 def checked(body: bytes, kind: type[Body]) -> bytes:
-    """Return the body without duplicate fields. Raise 400 at the first undeclared or too large field."""
+    """Raise 400 at the first undeclared or too large field."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
@@ -53,7 +52,7 @@ def checked(body: bytes, kind: type[Body]) -> bytes:
 
 
 class _Counted(msgspec.Struct):
-    """Element of a list with at most `MAX_MESSAGES`. Decoding stops at the first one too many."""
+    """Element of a list. Decoding stops at the first one too many."""
 
     def __post_init__(self) -> None:
         _left.count -= 1
@@ -76,7 +75,6 @@ def _counted(value: Raw, kind: type[msgspec.Struct], name: str) -> list[Any]:
 
 @cache
 def _merged(name: str, *kinds: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
-    """Return a struct with the fields of several models, which are told apart later."""
     names = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
     fields = [(name, known.get(name, Raw) | UnsetType, UNSET) for name in names]
     return msgspec.defstruct(name, fields, bases=(_Counted,), forbid_unknown_fields=True, kw_only=True)
@@ -217,7 +215,6 @@ def _check_inputs(inputs: Sequence[Any], unread: int, name: str) -> None:
 
 
 def _tools(value: Raw, name: str) -> Raw:
-    """Check the number and the size of tools, whose schemas pydantic reads."""
     size = len(bytes(value))
     if size > MAX_TOOLS_BYTES:
         raise bad_request(f"{name} must have at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}", name)

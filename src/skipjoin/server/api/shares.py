@@ -17,11 +17,11 @@ class _Client:
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity is a reserve. The rest is divided among the clients with holdings or a reservation by
-    their weights, which do not change while they have either. A request is
+    A fraction is a reserve. The rest is divided by weight among the clients with holdings or a reservation. A request
+    is
 
     - within the share: it may use all free capacity;
-    - the first of a client that holds nothing, and at most the reserve: it leaves room for others' reservations;
+    - the first of a client, and at most the reserve: it leaves room for others' reservations;
     - beyond the share: it leaves room for others' reservations and for the reserve.
 
     A refused request of the first two becomes a reservation until the client is expected to retry.
@@ -49,10 +49,7 @@ class Shares:
     def excess(
         self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, weight: float = 1.0
     ) -> int:
-        """Return the amount that must be freed before the client can take `amount`, not positive if it can now.
-
-        `instead_of` is what the client exchanges for `amount`.
-        """
+        """Return the amount that must be freed before `amount` fits in place of `instead_of`."""
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
         free = capacity - self.used + instead_of

@@ -94,5 +94,5 @@ def _card(service: Service) -> dict[str, Any]:
 
 
 def adapter_card(service: Service, adapter: Adapter) -> dict[str, Any]:
-    """Return the card of an adapter, which does not show its folder."""
+    """Return the card of an adapter, without its folder."""
     return _card(service) | {"id": adapter.name, "root": adapter.name, "parent": service.name}

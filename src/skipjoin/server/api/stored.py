@@ -1,5 +1,3 @@
-"""Seam to stored responses, which later requests refer to."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -9,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Response with all items that it was generated from, also those of earlier responses."""
+    """Response with all items that it was generated from."""
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
@@ -21,15 +19,15 @@ class StoredResponse:
 
 
 class ResponseStore(Protocol):
-    """Responses by the API key that asked for them. Methods raise `ApiError` while nothing can be stored."""
+    """Responses by API key. Methods raise `ApiError` while nothing can be stored."""
 
     async def add(self, owner: str, stored: StoredResponse, items: Collection[str]) -> None:
-        """Store a response. `items` are the ids of its items, which `items()` finds from then on."""
+        """Store a response. `items()` finds `items`, its ids, from then on."""
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
     async def items(self, owner: str, ids: Collection[str]) -> Mapping[str, dict[str, Any]]:
-        """Return the stored items among `ids`, by id. Missing ones are left out."""
+        """Return the stored items among `ids`."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Delete a response, and return whether it existed."""
+        """Return whether the response existed."""

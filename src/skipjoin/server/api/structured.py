@@ -11,14 +11,14 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def may_compile(body: RequestBody) -> bool:
-    """Return whether a body may have a constraint, which is compiled before its job starts."""
+    """Return whether a body may have a constraint."""
     fields = ("response_format", "structured_outputs", "tools", *(f"guided_{name}" for name in _GUIDED))
     asked = getattr(body, "chat", body)  # of bodies that are converted
     return any(getattr(asked, field, None) is not None for field in fields)
 
 
 def structured_output(body: GenerationBody) -> tuple[StructuredOutput | None, str]:
-    """Return a body's constraint and the field that it comes from. Raise 400 for more than one."""
+    """Return a body's constraint and its field. Raise 400 for more than one."""
     asked: dict[str, dict[str, Any] | ResponseFormat] = {}
     if body.response_format is not None and body.response_format.type != "text":
         asked["response_format"] = body.response_format

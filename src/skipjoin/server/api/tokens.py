@@ -6,13 +6,12 @@ from typing import Any
 from fastapi import Request, Response
 from msgspec import Raw
 
-from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_body import DetokenizeRequest, TokenizeRequest
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import client_of
-from skipjoin.server.api.replies import JsonReply, service_of
+from skipjoin.server.api.replies import JsonReply, open_body, service_of
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 
@@ -24,10 +23,7 @@ _CHUNK = 1 << 16
 
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
-    service = service_of(request)
-    service.check_open()
-    body = await service.parse(await json_body(request), TokenizeRequest)
-    service.check_model(body.model)
+    service, body = await open_body(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     param = "prompt" if body.messages is None else "messages"
@@ -37,10 +33,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
-    service = service_of(request)
-    service.check_open()
-    body = await service.parse(await json_body(request), DetokenizeRequest)
-    service.check_model(body.model)
+    service, body = await open_body(request, DetokenizeRequest)
     service.check_ids("tokens", body.tokens)
     return await counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
 
@@ -87,7 +80,7 @@ def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | No
 
 
 def _encoded(values: Sequence[Any]) -> Raw:
-    """Encode a list as JSON in chunks, so that other threads can run in between."""
+    """Encode in chunks, so that other threads can run in between."""
     parts = [encode(values[at : at + _CHUNK])[1:-1] for at in range(0, len(values), _CHUNK)]
     return Raw(b"[" + b",".join(parts) + b"]")
 

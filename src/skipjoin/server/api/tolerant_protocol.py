@@ -14,8 +14,7 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 class TolerantProtocol(HttpToolsProtocol):
     """uvicorn's connection, without upgrades (RFC 9110, 7.8), and for HTTP/1.0 without chunks and interim responses.
 
-    The parser takes all bytes after a head with an upgrade for another protocol, so it gets such a head a second time,
-    without the upgrade.
+    The parser takes all bytes after a head with an upgrade, so it gets such a head again without it.
     """
 
     fault: ApiError | None = None  # raised by a callback of the parser
@@ -25,7 +24,7 @@ class TolerantProtocol(HttpToolsProtocol):
         """Parse data up to the end of a head with an upgrade, and return the rest.
 
         Raises:
-            HttpParserUpgrade: After a CONNECT request, whose connection cannot continue.
+            HttpParserUpgrade: After a CONNECT request.
         """
         try:
             self.parser.feed_data(data)
@@ -65,7 +64,6 @@ class TolerantProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _close_delimited(app, cycle) if _is_old(cycle) else app)
 
     def interim_response(self, cycle: RequestResponseCycle) -> bytes:
-        """Return bytes that may precede the response without effect, or none."""
         return b"" if cycle.response_started or _is_old(cycle) else b"HTTP/1.1 100 Continue\r\n\r\n"
 
 

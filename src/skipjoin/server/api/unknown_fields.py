@@ -30,7 +30,7 @@ class UnknownFields:
         self._logged: set[str] = set()
 
     def without(self, body: bytes, error: ApiError) -> bytes:
-        """Return a body without the field that an error is about, or raise the error if it cannot be removed."""
+        """Remove the field that an error is about, or raise the error if that is impossible."""
         content, parts = msgspec.json.decode(body), (error.param or "").split(".")
         place: Any = content
         try:

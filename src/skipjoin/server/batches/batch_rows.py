@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.database import repeated
+from skipjoin.server.batches.database import Session, repeated
 from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
 from skipjoin.server.batches.records import (
     NO_QUOTA,
@@ -24,7 +24,6 @@ from skipjoin.server.batches.records import (
     closed_line,
     is_id,
 )
-from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, files, lines, results
 
 # Rows per page of results, which are held in memory, and per deletion, which other transactions wait for.
@@ -54,7 +53,7 @@ class BatchRows:
         max_active: int = UNLIMITED,
         quota: Quota = NO_QUOTA,
     ) -> BatchRow:
-        """Add a batch, or return the owner's earlier batch with this idempotency key."""
+        """Add a batch, or return the owner's earlier one with this idempotency key."""
         async with self._db.writing() as connection:
             await self._session.alone(connection, row.owner)
             if idempotency_key is not None:
@@ -102,10 +101,9 @@ class BatchRows:
     # -- validation ----------------------------------------------------------------------------------------
 
     async def take_unvalidated(self, models: Collection[str] = (), *, runs: bool = True) -> BatchRow | None:
-        """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
+        """Hold and return the oldest batch to validate, without lines of an earlier validation.
 
-        A batch that this server already holds was interrupted, and is returned again. Without `runs`, return only
-        cancelled batches, because the error file lists their lines.
+        Without `runs`, return only cancelled batches, because the error file lists their lines.
         """
         is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(models), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
@@ -133,12 +131,12 @@ class BatchRows:
         return True
 
     async def begin(self, batch_id: str, total: int) -> bool:
-        """Move a batch from VALIDATING to IN_PROGRESS. A CANCELLING batch becomes due instead."""
+        """Start a batch. A CANCELLING one becomes due instead."""
         begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self._session.now(), "total": total}
         return await self._end_validation(batch_id, begun, {"total": total})
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
-        """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED."""
+        """Move a batch to FAILED, or from CANCELLING to CANCELLED."""
         listed = [asdict(error) for error in errors]
         failed = {"status": BatchStatus.FAILED, "failed_at": self._session.now(), "errors": listed}
         cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self._session.now(), "errors": listed}
@@ -170,7 +168,7 @@ class BatchRows:
 
     @repeated
     async def start_finalizing(self, batch_id: str) -> BatchStatus | None:
-        """Hold a batch and return its final state, or None if it has unfinished lines or another server holds it."""
+        """Hold a batch and return its final state; None if it is unfinished or held by another server."""
         ending = (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
         free = sa.and_(batches.c.id == batch_id, batches.c.status.in_(ending), self._is_free())
         async with self._db.writing() as connection:
@@ -211,9 +209,9 @@ class BatchRows:
     async def finalize(
         self, batch_id: str, status: BatchStatus, output: FileRow | None, error: FileRow | None
     ) -> BatchRow | None:
-        """Add the files and end the batch in one transaction, then delete its lines and results.
+        """Add the files, end the batch and delete its lines and results.
 
-        Return None if this server no longer holds the batch, so that its files must be deleted.
+        Return None if this server no longer holds the batch: its files must be deleted.
         """
         async with self._db.writing() as connection:
             if await self._session.held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:

@@ -41,7 +41,7 @@ class Blobs:
 
     @asynccontextmanager
     async def writing(self, file_id: str) -> AsyncIterator[Writer]:
-        """Write a new file, complete and durable after the block. A block that raises leaves nothing."""
+        """Write a new file, durable after the block. A block that raises leaves nothing."""
         path = self.path(file_id)
         part = path.with_name(f"{file_id}.{uuid.uuid4().hex}{_PART}")
         file = _OpenFile(self._threads, part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -76,7 +76,7 @@ class Blobs:
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete unknown and incomplete files, unless another server may be writing them."""
+        """Delete unknown files, unless another server may be writing them."""
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -73,8 +73,6 @@ def as_api_error(error: StoreError) -> ApiError:
 def install(app: FastAPI, context: BatchContext) -> None:
     app.state.batches = context
 
-    async def on_store_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StoreError)
+    @app.exception_handler(StoreError)
+    async def on_store_error(request: Request, error: StoreError) -> Response:
         return as_api_error(error).response(request.scope)
-
-    app.add_exception_handler(StoreError, on_store_error)

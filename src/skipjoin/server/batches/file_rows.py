@@ -8,6 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skipjoin.server.batches.database import Session
 from skipjoin.server.batches.disk import Reserve
 from skipjoin.server.batches.records import (
     NO_QUOTA,
@@ -19,7 +20,6 @@ from skipjoin.server.batches.records import (
     QuotaExceeded,
     is_id,
 )
-from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, files
 
 
@@ -52,9 +52,9 @@ class FileRows:
         limit: int = 10_000,
         order: str = "desc",
     ) -> tuple[list[FileRow], bool]:
-        """Return a page of files in order of creation, and whether there are more.
+        """Return files in order of creation, and whether there are more.
 
-        An `after` of a file that is gone gives the first page, so that a client may delete files page by page.
+        After a file that is gone, the first page follows, so that clients may delete page by page.
         """
         shown = self._is_visible(owner)
         if purpose is not None:

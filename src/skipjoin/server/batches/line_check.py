@@ -1,6 +1,6 @@
-"""Validation process for an input file: `python -m skipjoin.server.batches.line_check FILE RULES`.
+"""Validation process: `python -m skipjoin.server.batches.line_check FILE RULES`.
 
-RULES is `Rules` as JSON. Each line of the output is a `Report` as JSON.
+RULES is `Rules` as JSON, and each line of the output a `Report`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LineFaultError(Exception):
 
 
 def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
-    """Yield the reports of a file. After an error, valid lines are no longer reported."""
+    """After an error, valid lines are no longer reported."""
     check, errors, places = _Check(rules), list[LineError](), list[LinePlace]()
     for number, offset, text in raw_lines(file, rules.max_line_bytes):
         is_blank = not text
@@ -74,7 +74,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the number, offset and bytes of each line; long lines are cut."""
+    """Yield number, offset and bytes of each line; long lines are cut."""
     number = offset = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1

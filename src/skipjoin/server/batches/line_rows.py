@@ -11,9 +11,8 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.batch_rows import is_for
-from skipjoin.server.batches.database import repeated
+from skipjoin.server.batches.database import Session, repeated
 from skipjoin.server.batches.records import BatchStatus, Line, LineResult, LineState
-from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, lines, results
 
 # Rows per statement, because SQLite limits the number of parameters.
@@ -88,7 +87,7 @@ class LineRows:
 
     @repeated
     async def finish(self, ended: Sequence[LineResult]) -> int:
-        """Write the results of lines still RUNNING here at this attempt, and return their number."""
+        """Return the number of results whose lines still run here at this attempt."""
         unique = {result.line.key: result for result in ended}
         async with self._db.writing() as connection:
             held = await self._running_of(connection, [result.line for result in unique.values()])
@@ -113,7 +112,7 @@ class LineRows:
             return (await connection.execute(closed)).rowcount
 
     async def _running_of(self, connection: AsyncConnection, named: Sequence[Line]) -> set[tuple[str, int, int]]:
-        """Lock those lines that run on this server, in the same order on all servers."""
+        """Lock those lines that run here, in the same order on all servers."""
         held: set[tuple[str, int, int]] = set()
         columns = (lines.c.batch_id, lines.c.number, lines.c.attempt)
         mine = sa.and_(lines.c.state == LineState.RUNNING, lines.c.server == self._session.server)
@@ -186,16 +185,6 @@ async def _count(connection: AsyncConnection, ended: Sequence[LineResult]) -> No
 
 
 def _line(row: RowMapping, batch: RowMapping) -> Line:
-    return Line(
-        batch_id=batch["id"],
-        number=row["number"],
-        custom_id=row["custom_id"],
-        offset=row["offset"],
-        length=row["length"],
-        attempt=row["attempt"] + 1,
-        owner=batch["owner"],
-        expires_at=batch["expires_at"],
-        endpoint=batch["endpoint"],
-        input_file_id=batch["input_file_id"],
-        lost=row["lost"],
-    )
+    own = {name: row[name] for name in ("number", "custom_id", "offset", "length", "lost")}
+    shared = {name: batch[name] for name in ("owner", "expires_at", "endpoint", "input_file_id")}
+    return Line(batch_id=batch["id"], attempt=row["attempt"] + 1, **own, **shared)

@@ -52,7 +52,7 @@ def body_of(data: bytes) -> bytes:
 
 
 def line_options(body: RequestBody, left_s: float, config: ServerConfig, owner: str) -> tuple[RequestOptions, bool]:
-    """Return the options of a line, and whether it ends before its batch. Raise 400 as a request of the key would."""
+    """Return the options, and whether the line ends before its batch. Raise 400 as for a request."""
     allowed_tier(body, config, owner)
     asked_s = left_s if body.any_deadline_ms is None else body.any_deadline_ms / 1000
     options = RequestOptions(
@@ -79,7 +79,7 @@ def seed_of(line: Line, choice: int) -> int:
 
 
 def ended(line: Line, status: int, body: bytes, usage: Usage = _NO_USAGE) -> LineResult:
-    """Return the result of a line. Status 200 goes to the output file, all others to the error file."""
+    """Status 200 goes to the output file, all others to the error file."""
     custom_id = msgspec.json.encode(line.custom_id)
     head = f'"response":{{"status_code":{status},"request_id":"{uuid.uuid4().hex}","body":'.encode()
     name = f'{{"id":"{request_id(line.batch_id, line.custom_id)}","custom_id":'.encode()

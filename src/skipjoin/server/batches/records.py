@@ -20,8 +20,6 @@ _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's states of a batch."""
-
     VALIDATING = "validating"
     FAILED = "failed"
     IN_PROGRESS = "in_progress"
@@ -40,7 +38,7 @@ _FINAL = frozenset([BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIR
 
 
 class LineState(StrEnum):
-    """States of a line. DONE lines go to the output file, FAILED, EXPIRED and CANCELLED ones to the error file."""
+    """DONE lines go to the output file, FAILED, EXPIRED and CANCELLED ones to the error file."""
 
     READY = "ready"
     RUNNING = "running"
@@ -52,10 +50,7 @@ class LineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """Uploaded file or output of a batch. `filename` is a label, never a path.
-
-    After `deleted_at`, requests no longer find the file. Its blob stays while an unfinished batch reads it.
-    """
+    """`filename` is a label, never a path. After `deleted_at`, the blob stays while an unfinished batch reads it."""
 
     id: str
     owner: str
@@ -69,7 +64,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """Reason why a batch was rejected. `line` counts from 1; None is the whole file."""
+    """Why a batch was rejected. `line` counts from 1; None is the whole file."""
 
     code: str
     message: str
@@ -79,7 +74,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """Batch of requests. Token counts are those of finished lines, and `failed` excludes expired and cancelled ones."""
+    """Only finished lines count: `failed` excludes expired and cancelled ones."""
 
     id: str
     owner: str
@@ -112,7 +107,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRow:
-    """Stored response. `body` is `StoredResponse` as compressed JSON, of `size` bytes."""
+    """Stored response. `body` is `StoredResponse` as compressed JSON."""
 
     id: str
     owner: str
@@ -124,7 +119,7 @@ class ResponseRow:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Position of a line: number from 1, offset and length in bytes without the newline."""
+    """Number from 1, offset and length in bytes without the newline."""
 
     number: int
     custom_id: str
@@ -134,7 +129,7 @@ class LinePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Line that this server runs. `lost` attempts ended with an engine crash."""
+    """`lost` attempts ended with an engine crash."""
 
     batch_id: str
     number: int
@@ -169,15 +164,13 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """Storage usage, including unwritten results and deleted files that a batch reads."""
-
     bytes: int
     files: int
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Maximum storage of an owner: bytes, and the number of files or of responses."""
+    """Maximum storage of an owner; `count` is of files or of responses."""
 
     bytes: int
     count: int
@@ -188,7 +181,7 @@ NO_QUOTA = Quota(UNLIMITED, UNLIMITED)
 
 
 class StoreError(Exception):
-    """Base class of errors of the store. The text may be shown to clients."""
+    """The text may be shown to clients."""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavailable"
@@ -224,7 +217,7 @@ def new_file_id() -> str:
 
 
 def is_file_id(text: str) -> bool:
-    """Return whether `new_file_id` could have given an id, of a file that may be gone."""
+    """Return whether `new_file_id` could have given an id."""
     return _FILE_ID.fullmatch(text) is not None
 
 

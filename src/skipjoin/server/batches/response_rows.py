@@ -6,8 +6,8 @@ from dataclasses import asdict
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skipjoin.server.batches.database import Session
 from skipjoin.server.batches.records import Quota, QuotaExceeded, ResponseRow, is_id
-from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import response_items, responses
 
 # Rows that one query reads or deletes.
@@ -16,7 +16,7 @@ _FIELDS = tuple(ResponseRow.__dataclass_fields__)
 
 
 class ResponseRows:
-    """Responses of each owner. Beyond an owner's quota the oldest are deleted, because clients rarely delete them."""
+    """Beyond an owner's quota the oldest are deleted, because clients rarely delete them."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._db = session, session.db
@@ -49,7 +49,6 @@ class ResponseRows:
         return None if found is None else ResponseRow(**{name: found[name] for name in _FIELDS})
 
     async def containing(self, owner: str, items: Collection[str]) -> list[str]:
-        """Return the ids of the responses that have `items`, as far as they exist."""
         known, found = list(filter(is_id, items)), dict[str, None]()
         async with self._db.reading() as connection:
             for start in range(0, len(known), _STEP):
@@ -69,7 +68,6 @@ class ResponseRows:
         return bool(found)
 
     async def sweep(self) -> None:
-        """Delete expired responses."""
         while True:
             async with self._db.reading() as connection:
                 query = sa.select(responses.c.id).where(responses.c.expires_at <= self._session.now()).limit(_STEP)

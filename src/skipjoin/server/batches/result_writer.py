@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 class ResultWriter:
-    """Group commit of finished and requeued lines.
+    """Group commit of finished and requeued lines, which are retried while the store fails.
 
-    While the store fails, lines are kept and retried. A response over the owner's `max_bytes` becomes an error.
+    A response over the owner's `max_bytes` becomes an error.
     """
 
     def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:
@@ -64,7 +64,7 @@ class ResultWriter:
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     async def flush(self) -> None:
-        """Write all queued lines. If this raises, unwritten lines stay queued."""
+        """If this raises, unwritten lines stay queued."""
         async with self._writing:
             is_any = bool(self._results or self._returned)
             try:

@@ -10,10 +10,10 @@ from skipjoin.routes import ROUTES
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.fields import Body, Integer
-from skipjoin.server.api.replies import json_response, service_of
+from skipjoin.server.api.replies import json_response, limit_of, listed, service_of
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.context import context_of, owner_of
-from skipjoin.server.batches.files import find, limit_of, listed
+from skipjoin.server.batches.files import find
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
 # OpenAI's bounds of metadata and of the expiry of output files.
@@ -64,7 +64,7 @@ _SAME = (
 
 
 def batch_object(row: BatchRow) -> dict[str, Any]:
-    """Return OpenAI's object of a batch. Expired and cancelled lines count neither as completed nor as failed."""
+    """Expired and cancelled lines count neither as completed nor as failed."""
     tokens = row.prompt_tokens, row.completion_tokens
     return {
         **{name: getattr(row, name) for name in _SAME},

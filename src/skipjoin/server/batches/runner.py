@@ -149,7 +149,7 @@ class Runner:
                 self._held.append(line)
 
     async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
-        """Return the owners at their quota; none while the store fails, as `ResultWriter` checks again."""
+        """Return no owners while the store fails, as `ResultWriter` checks again."""
         with suppress(StoreError):
             return {owner for owner in owners if (await self._store.files.usage_of(owner)).bytes >= max_bytes}
         return set()

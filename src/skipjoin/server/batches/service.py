@@ -19,8 +19,7 @@ from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.context import NO_SPACE_CODE, BatchContext, install
 from skipjoin.server.batches.disk import batch_folder
-from skipjoin.server.batches.input_validator import InputValidator
-from skipjoin.server.batches.output_finalizer import OutputFinalizer
+from skipjoin.server.batches.phases import InputValidator, OutputFinalizer
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.runner import Runner, max_sequences_per_line
@@ -43,7 +42,7 @@ _CLOSE_S = 5.0
 
 
 class PeriodicTask:
-    """Periodic task, which logs the first of consecutive failures and pauses longer after each."""
+    """Task that logs the first of consecutive failures, and pauses longer after each."""
 
     def __init__(self, name: str, work: Callable[[], Awaitable[None]], every_s: float) -> None:
         self._name = name
@@ -78,7 +77,7 @@ class PeriodicTask:
 
 
 class Batches:
-    """Files and batches of a server that has a folder for them, with at most `most` sequences in the engine."""
+    """Files and batches of a server, with at most `most` sequences in the engine."""
 
     is_enabled = True
 
@@ -106,7 +105,7 @@ class Batches:
         """Open the store, or retry in the background if the disk is full or the database unreachable.
 
         Raises:
-            ConfigError: If the configured folder or database cannot be used.
+            ConfigError: If the folder or database cannot be used.
         """
         folder = self._folder
         try:
@@ -155,7 +154,7 @@ class Batches:
 
 
 def _trouble(error: Exception) -> tuple[str, ...]:
-    """Return the message for clients, and its code. Other errors may contain secrets."""
+    """Return message and code for clients. Other errors may contain secrets."""
     if isinstance(error, FolderLocked):
         return ("files and batches cannot be used now: another server has their folder",)
     if isinstance(error, NoSpace | StoreUnavailable):
@@ -182,7 +181,7 @@ class _Work:
             task.wake()
 
     async def close(self) -> None:
-        """Stop all tasks. If the store does not answer in time, the next start frees the lines."""
+        """If the store does not answer in time, the next start frees the lines."""
         for step in (self._end, self.store.close):
             try:
                 async with asyncio.timeout(_CLOSE_S):
@@ -227,7 +226,6 @@ class Leases:
     turn: int = 0
 
     async def renew(self) -> None:
-        """Renew the leases, stop lines that were lost, and update the metrics. An idle server renews less often."""
         if self.runner.live or self.turn % _IDLE_TURNS == 0:
             before = set(self.runner.live)
             held = await self.store.renew()

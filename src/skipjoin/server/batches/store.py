@@ -1,8 +1,8 @@
 """Durable store of files, batches, lines, results and responses in SQLite or PostgreSQL.
 
 A running line, and a batch in validation or finalization, belong to a row in the table of servers: on PostgreSQL a
-lease of `LEASE_S` by the database's clock, on SQLite the folder's lock. Lines and batches of servers without a row are
-free again. A result counts only for the current attempt of its line.
+lease of `LEASE_S` by the database's clock, on SQLite the folder's lock. A result counts only for the current attempt
+of its line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.batch_rows import BatchRows
-from skipjoin.server.batches.database import Database, repeated
+from skipjoin.server.batches.database import LEASE_S, Database, Session, SteadyClock, repeated
 from skipjoin.server.batches.disk import FolderLock, Reserve, as_store_error
 from skipjoin.server.batches.file_rows import FileRows
 from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.records import NoSpace, StoreError
 from skipjoin.server.batches.response_rows import ResponseRows
-from skipjoin.server.batches.session import LEASE_S, Session, SteadyClock
 from skipjoin.server.batches.tables import batches, files, folder, lines, responses, servers
 from skipjoin.system.disk import why_not_written
 
@@ -32,10 +31,9 @@ FOLDER_FILE = "folder-id"
 
 
 class Store:
-    """Repositories of one server, and its lease.
+    """Repositories of one server, and its lease. Each method is one transaction.
 
-    Each method of a repository is one transaction. All raise `StoreUnavailable` while the database is unreachable and
-    `NoSpace` while its disk is full.
+    All raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full.
     """
 
     def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
@@ -59,9 +57,7 @@ class Store:
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
         """Open and migrate the database.
 
-        Args:
-            url: postgresql://..., which servers can share if they share the folder of the files. None uses SQLite in
-                that folder, which this process then owns.
+        Servers can share a `url` (postgresql://...) and the folder of the files. Without one, SQLite is in that folder.
 
         Raises:
             FolderLocked: If another server holds the folder.
@@ -122,7 +118,7 @@ class Store:
             self._lock.close()
 
     async def renew(self) -> frozenset[tuple[str, int, int]]:
-        """Renew this server's lease, free the lines of dead servers, and return the keys of lines still held here.
+        """Renew this server's lease, and return the keys of lines still held here.
 
         Call every few seconds, and stop all other lines, whose results are ignored.
         """
@@ -136,7 +132,7 @@ class Store:
     async def _sign(self) -> None:
         """Renew the lease, delete servers whose lease has expired, and free what they hold.
 
-        A lease that ends more than two `LEASE_S` from now is void, because the database's clock was set back since.
+        A lease that ends more than two `LEASE_S` from now is from before the clock was set back.
         """
         async with self._db.writing() as connection:
             now = float(await connection.scalar(sa.select(self._db.clock)) or 0)

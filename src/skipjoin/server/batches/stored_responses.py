@@ -18,8 +18,6 @@ _LEVEL = 1
 
 
 class StoredResponses:
-    """Stored responses in the database of batches; see `ResponseStore`."""
-
     def __init__(self, context: BatchContext) -> None:
         self._context = context
 

@@ -1,6 +1,8 @@
-"""Tables, as a new database gets them. Every change here needs a script in `migrations` for databases that exist."""
+"""Tables of a new database. Every change here needs a script in `migrations` for databases that exist."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from sqlalchemy import (
     JSON,
@@ -30,65 +32,58 @@ servers = Table("servers", metadata, Column("id", Text, primary_key=True), Colum
 # At most one row: the id of the folder of files, which a file in the folder also has.
 folder = Table("folder", metadata, Column("id", Text, primary_key=True))
 
-# `seq` is the order of creation. `FileRow` describes the other columns.
-files = Table(
+
+def _needed(kind: Any, *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, nullable=False) for name in names]
+
+
+def _numbered(name: str, *columns: Any) -> Table:
+    """Return a table whose `seq` is the order of creation."""
+    seq = Column("seq", _COUNTER, primary_key=True, autoincrement=True)
+    name_of = Column("id", Text, nullable=False, unique=True)
+    return Table(name, metadata, seq, name_of, *columns, sqlite_autoincrement=True)
+
+
+def _of_lines(name: str, *columns: Any) -> Table:
+    key = Column("number", Integer, primary_key=True, autoincrement=False)
+    return Table(name, metadata, Column("batch_id", Text, primary_key=True), key, *columns)
+
+
+# `FileRow` describes the columns.
+files = _numbered(
     "files",
-    metadata,
-    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
-    Column("id", Text, nullable=False, unique=True),
-    Column("owner", Text, nullable=False),
-    Column("purpose", Text, nullable=False),
-    Column("filename", Text, nullable=False),
-    Column("bytes", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
+    *_needed(Text, "owner", "purpose", "filename"),
+    *_needed(BigInteger, "bytes", "created_at"),
     Column("expires_at", BigInteger),
     Column("deleted_at", BigInteger),
     Index("files_of_owner", "owner", "seq"),
-    sqlite_autoincrement=True,
 )
 
 # `server` is the one that validates or finalizes the batch, and `result_bytes` the size of its output and error files
 # until they are written. `BatchRow` describes the other columns.
-batches = Table(
+batches = _numbered(
     "batches",
-    metadata,
-    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
-    Column("id", Text, nullable=False, unique=True),
-    Column("owner", Text, nullable=False),
-    Column("status", Text, nullable=False),
-    Column("endpoint", Text, nullable=False),
-    Column("completion_window", Text, nullable=False),
-    Column("input_file_id", Text, nullable=False),
+    *_needed(Text, "owner", "status", "endpoint", "completion_window", "input_file_id"),
     Column("output_file_id", Text),
     Column("error_file_id", Text),
-    Column("created_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),
+    *_needed(BigInteger, "created_at", "expires_at"),
     *(Column(name, BigInteger) for name in _TIMES),
-    Column("total", Integer, nullable=False),
-    Column("completed", Integer, nullable=False),
-    Column("failed", Integer, nullable=False),
+    *_needed(Integer, "total", "completed", "failed"),
     *(Column(name, BigInteger, nullable=False, server_default="0") for name in _SUMS),
     Column("metadata", JSON(none_as_null=True)),
     Column("errors", JSON, nullable=False),
     Column("output_expires_after_s", BigInteger),
-    Column("server", Text),
-    Column("model", Text),
-    Column("idempotency_key", Text),
+    *(Column(name, Text) for name in ("server", "model", "idempotency_key")),
     Index("batches_of_owner", "owner", "seq"),
     Index("batches_by_status", "status"),
     Index("batches_by_key", "owner", "idempotency_key", unique=True),
-    sqlite_autoincrement=True,
 )
 
 # `server` is the one that runs the line, set for RUNNING lines only. `Line` describes the other columns.
-lines = Table(
+lines = _of_lines(
     "lines",
-    metadata,
-    Column("batch_id", Text, primary_key=True),
-    Column("number", Integer, primary_key=True, autoincrement=False),
     Column("custom_id", Text, nullable=False),
-    Column("offset", BigInteger, nullable=False),
-    Column("length", BigInteger, nullable=False),
+    *_needed(BigInteger, "offset", "length"),
     Column("state", Text, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("lost", Integer, nullable=False, server_default="0"),
@@ -99,28 +94,16 @@ lines = Table(
 )
 
 # Lines of output and error files that are not written yet.
-results = Table(
-    "results",
-    metadata,
-    Column("batch_id", Text, primary_key=True),
-    Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("body", LargeBinary, nullable=False),
-)
+results = _of_lines("results", Column("body", LargeBinary, nullable=False))
 
-# `ResponseRow` describes the columns besides `seq`. The index has `size`, so that a quota reads no bodies.
-responses = Table(
+# `ResponseRow` describes the columns. The index has `size`, so that a quota reads no bodies.
+responses = _numbered(
     "responses",
-    metadata,
-    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
-    Column("id", Text, nullable=False, unique=True),
     Column("owner", Text, nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("created_at", BigInteger, nullable=False),
-    Column("expires_at", BigInteger, nullable=False),
+    *_needed(BigInteger, "size", "created_at", "expires_at"),
     Column("body", LargeBinary, nullable=False),
     Index("responses_of_owner", "owner", "seq", "size"),
     Index("responses_by_expiry", "expires_at"),
-    sqlite_autoincrement=True,
 )
 
 # The newest response that has an item.

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
+from skipjoin.adapters import Adapter
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
     AdapterLoaded,
@@ -19,6 +20,7 @@ from skipjoin.server.engines.messages import (
     RequestStates,
     Stats,
     ToEngine,
+    UnloadAdapter,
 )
 from skipjoin.server.engines.sequences import EngineSequence
 
@@ -28,7 +30,7 @@ Reply = RequestStates | HistoriesFound | AdapterLoaded
 
 @dataclass(slots=True, eq=False)
 class ConnectedEngine:
-    """Engine that accepts requests. `send` must not block or raise."""
+    """`send` must not block or raise."""
 
     number: int
     info: Ready
@@ -82,3 +84,45 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
 def waiting_request(sequence: EngineSequence, now: float) -> LiveRequest:
     state = RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
     return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner, sequence.adapter)
+
+
+_Ask = Callable[[Callable[[int, ConnectedEngine], Question], float], Awaitable[Replies]]
+
+
+class EngineAdapters:
+    """Adapters that all engines have, also those that join later."""
+
+    def __init__(self, engines: Iterable[ConnectedEngine], ask: _Ask) -> None:
+        self._engines, self._ask = engines, ask
+        # Changes since the engines' start, which a new engine repeats.
+        self._added: dict[int, Adapter] = {}
+        self._removed: list[int] = []
+
+    async def load(self, adapter: Adapter, timeout_s: float) -> str:
+        """Return why an engine cannot load an adapter, after all have unloaded it."""
+        self._added[adapter.number] = adapter
+        try:
+            replies = await self._ask(lambda number, engine: LoadAdapter(number, adapter), timeout_s)
+        except asyncio.CancelledError:
+            self.unload(adapter.number)
+            raise
+        errors = [reply.error for reply in replies.by_engine.values() if isinstance(reply, AdapterLoaded)]
+        if replies.silent:
+            errors.append(f"adapter {adapter.name}: an engine did not load it within {timeout_s:g} s")
+        error = next(filter(None, errors), "")
+        if error:
+            self.unload(adapter.number)
+        return error
+
+    def unload(self, number: int) -> None:
+        if self._added.pop(number, None) is None:
+            self._removed.append(number)
+        for engine in self._engines:
+            engine.send(UnloadAdapter(number))
+
+    def repeat(self, engine: ConnectedEngine, numbers: Iterator[int]) -> None:
+        """Make the changes at an engine that joins."""
+        for adapter in self._added.values():
+            engine.send(LoadAdapter(next(numbers), adapter))
+        for removed in self._removed:
+            engine.send(UnloadAdapter(removed))

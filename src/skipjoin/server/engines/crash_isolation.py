@@ -15,7 +15,7 @@ TRIAL_S = 2.0
 class CrashIsolation:
     """Resubmits sequences of a crashed engine one at a time through `go_on`.
 
-    Each is on trial until it generates another token, so that the next crash has one suspect.
+    Each is on trial until its next token, so that the next crash has one suspect.
     """
 
     def __init__(self, go_on: Callable[[EngineSequence], None]) -> None:
@@ -25,7 +25,7 @@ class CrashIsolation:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, sequence: EngineSequence) -> bool:
-        """Return whether `sequence` may be submitted now. Otherwise hold it until its trial begins."""
+        """Return whether `sequence` may be submitted now. Otherwise hold it."""
         if not sequence.stuck:
             return True
         if self._trial is not None:

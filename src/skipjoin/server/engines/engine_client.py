@@ -18,6 +18,7 @@ from skipjoin.policies.dispatch import PrefixAware
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.engines.connected_engine import (
     ConnectedEngine,
+    EngineAdapters,
     LiveRequest,
     LiveRequests,
     Question,
@@ -26,7 +27,6 @@ from skipjoin.server.engines.connected_engine import (
     waiting_request,
 )
 from skipjoin.server.engines.crash_isolation import CrashIsolation
-from skipjoin.server.engines.engine_adapters import EngineAdapters
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
     Abort,
@@ -61,10 +61,10 @@ class EngineLoad(NamedTuple):
 
 
 class EngineClient:
-    """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
+    """Submits sequences to engines, and moves them to another engine after a crash.
 
-    A moved sequence continues after the tokens that it has, so its output does not change. It waits up to `patience_s`
-    for an engine. `dead` is True if no engine is running and none will start.
+    A moved sequence continues after the tokens that it has. It waits up to `patience_s` for an engine. `dead` is True
+    if no engine runs and none will start.
     """
 
     def __init__(
@@ -201,10 +201,7 @@ class EngineClient:
     ) -> EngineSequence:
         """Submit a sequence, or raise `EngineDeadError` or `NoReplicaError`.
 
-        Args:
-            adapter: Name of the adapter in `options`.
-            like: Sequence with the same prompt and options, whose prefix hashes are reused.
-            on_start: Called when the sequence first runs at each engine.
+        The prefix hashes of `like`, with the same prompt, are reused. `on_start` is called once at each engine.
         """
         if self.dead:
             raise EngineDeadError
@@ -241,7 +238,7 @@ class EngineClient:
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
-        """Finish a sequence at a stop string, which the engine does not know of."""
+        """Finish a sequence at a stop string, which the engine does not know."""
         self._end([sequence], FinishReason.STOP)
 
     def fail_all(self, error: Exception) -> None:

@@ -9,7 +9,6 @@ import msgspec
 import zmq
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
-from skipjoin.server.engines.channel import Channel
 from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND, THREAD_WAITING, describe_end
@@ -21,6 +20,7 @@ from skipjoin.server.engines.heartbeat import (
     ask_for_stacks,
     describe_hang,
 )
+from skipjoin.server.engines.link import Channel
 from skipjoin.server.engines.messages import EngineFailed, FromEngine, LoadProgress, Ready, Setup, Shutdown, ToEngine
 from skipjoin.system.container import oom_kills
 from skipjoin.system.own_folder import OwnFolder
@@ -34,7 +34,7 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """Engine process on this machine, a child of this process."""
+    """Engine process that is a child of this process."""
 
     def __init__(
         self,

@@ -30,9 +30,9 @@ MAX_FINISHED = 256
 
 
 class EventBuffer:
-    """Collects the events of several steps for observers.
+    """Collects events for observers, which steps evict from the processor's caches.
 
-    A visit per step would cost several times as much, because steps evict observers from the processor's caches.
+    A visit per step would cost several times as much.
     """
 
     def __init__(self, observers: Sequence[Callable[[Sequence[Event]], None]] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of the engine process: `python -m skipjoin.server.engines.engine_process < setup.json`."""
+"""Engine process: `python -m skipjoin.server.engines.engine_process < setup.json`."""
 
 from __future__ import annotations
 

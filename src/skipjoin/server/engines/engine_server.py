@@ -54,7 +54,6 @@ from skipjoin.server.engines.messages import (
     UnloadAdapter,
 )
 from skipjoin.server.engines.self_checks import StallWatch, recover_blocks
-from skipjoin.server.engines.step_outputs import StepOutputsBuilder
 from skipjoin.server.engines.timeline_writer import TimelineWriter
 from skipjoin.system.garbage import resume_garbage_collection
 from skipjoin.system.machine import resident_bytes
@@ -62,6 +61,43 @@ from skipjoin.system.machine import resident_bytes
 if TYPE_CHECKING:
     from skipjoin.adapters import Adapter
     from skipjoin.engine.loop import EngineLoop
+from skipjoin.core.events import Finished, Token
+
+
+class StepOutputsBuilder:
+    """It sends the ids of new requests before their step: the suspects if the engine crashes."""
+
+    def __init__(self) -> None:
+        self._new: set[int] = set()  # requests that have not run yet
+
+    def arrived(self, request_id: int) -> None:
+        self._new.add(request_id)
+
+    def begin(self, plan: StepPlan) -> StepOutputs | None:
+        new = [slice_ for slice_ in plan.slices if slice_.request.id in self._new] if self._new else []
+        started = [slice_.request.id for slice_ in new]
+        self._new.difference_update(started)
+        # The first slice of a request begins after its prefix-cache hits.
+        cached = {slice_.request.id: slice_.start for slice_ in new if slice_.start}
+        return StepOutputs(started=started, cached=cached) if started else None
+
+    def fold(self, events: Iterable[Event]) -> StepOutputs | None:
+        out = StepOutputs()
+        for event in events:
+            if isinstance(event, Token):
+                if event.detail is not None:
+                    out.details[len(out.ids)] = event.detail  # type: ignore[assignment]
+                out.ids.append(event.request.id)
+                out.tokens.append(event.token)
+            elif isinstance(event, Finished):
+                self._new.discard(event.request.id)
+                out.ended.append((event.request.id, event.reason.value))
+                if event.detail:
+                    out.errors[event.request.id] = event.detail
+                if event.is_refused:
+                    out.refused.append(event.request.id)
+        return out if out.ids or out.ended else None
+
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +117,7 @@ LoadEngine = Callable[[Setup, OnProgress], "tuple[EngineLoop, Ready]"]
 
 
 class Recorder(Protocol):
-    """Sink of an engine's events. `flush` is called when the engine becomes idle."""
+    """`flush` is called when the engine becomes idle."""
 
     def observe(self, events: Iterable[Event]) -> None: ...
     def flush(self) -> None: ...
@@ -278,7 +314,7 @@ def die_with_parent(parent: int) -> None:
 def serve_engine(load: LoadEngine) -> int:
     """Run the engine process with the `Setup` on standard input.
 
-    Return 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` without an API process.
+    Return 0 after `Shutdown`, 1 after a failure or a broken link, `ORPHANED` without an API process.
     """
     logs.configure_engine()
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
@@ -343,7 +379,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
 
 
 def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Destroy the context in a thread, because ZeroMQ may block forever on a lost link."""
+    """ZeroMQ may block forever on a lost link."""
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True)
     ending.start()
     ending.join(_DESTROY_S)

@@ -1,4 +1,4 @@
-"""Heartbeat of an engine process: bytes on a pipe to its parent while the engine loop makes progress.
+"""Heartbeat of an engine process: bytes on a pipe to its parent.
 
 A thread writes them, except while an iteration takes longer than `HangLimits.step_s`. After `HangLimits.hang_s` without
 one, the process prints its stacks and is killed.
@@ -54,7 +54,7 @@ class Heartbeat:
 
 
 class HeartbeatReader:
-    """Parent side of the heartbeat. `engine_fd` is the engine's `Setup.heartbeat_fd`."""
+    """Parent side. `engine_fd` is the engine's `Setup.heartbeat_fd`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

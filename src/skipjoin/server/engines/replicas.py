@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ReplicaSet:
-    """Set of `client.wanted` engines, on the Ray cluster at `address` or else on this machine."""
+    """`client.wanted` engines on the Ray cluster at `address`, or on this machine."""
 
     def __init__(
         self,

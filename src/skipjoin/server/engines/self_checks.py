@@ -20,7 +20,7 @@ class StallError(RuntimeError):
 
 
 class StallWatch:
-    """Restarts a stalled engine core, and raises `StallError` after `limit_s` without a plan."""
+    """Restarts a stalled engine core. Raises `StallError` after `limit_s` without a plan."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -54,10 +54,10 @@ def _describe(core: EngineCore) -> str:
 def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
-    If `is_idle`, no request, plan or swap is in flight, so any held block is leaked.
+    If `is_idle`, any held block is leaked.
 
     Raises:
-        LedgerError: Two requests may write to one block, so outputs may be wrong.
+        LedgerError: Two requests may write to one block.
     """
     forgotten = list(kv.holders()) if is_idle else []
     if not forgotten and kv.leaked == (0, 0):

@@ -21,7 +21,7 @@ _TAKEN = 256
 
 
 class OutputQueue:
-    """Bounded queue of the outputs of one job. At the bound, it calls `on_full` and drops further outputs."""
+    """At its bound, it calls `on_full` and drops further outputs."""
 
     __slots__ = ("_error", "_items", "_most", "_on_full", "_size", "_waiter")
 
@@ -34,7 +34,6 @@ class OutputQueue:
         self._error: Exception | None = None
 
     async def ready(self) -> None:
-        """Wait for an output or an error."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -79,13 +78,9 @@ def _size(output: Output) -> int:
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """Sequence at the engines, from `EngineClient.submit` to its end.
+    """`params` have a seed, so that another engine samples the same tokens.
 
-    Attributes:
-        request: Its arrival is on this process's monotonic clock.
-        params: With a seed, so that another engine samples the same tokens.
-        has_begun: True if it has run at its current engine.
-        deaths, stuck: Engine crashes while it ran, and those since its last token that it may have caused.
+    `deaths` are engine crashes while it ran, and `stuck` those since its last token that it may have caused.
     """
 
     request: Request

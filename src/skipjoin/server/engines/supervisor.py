@@ -1,6 +1,6 @@
 """Supervision of replicas, which are Ray actors.
 
-Ray does not restart them, because it does not notice a hung engine, and notices an unreachable machine late.
+Ray does not restart them: it does not notice a hung engine, and notices an unreachable machine late.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 
 
 class EngineReplica:
-    """Parent of an engine, which has its own link to the API process.
-
-    Call `place`, `start` and then `check_health`, all from one thread.
-    """
+    """Parent of an engine. Call `place`, `start` and then `check_health`, all from one thread."""
 
     def place(self) -> str:
         node: str = import_ray().get_runtime_context().get_node_id()
@@ -85,10 +82,7 @@ class EngineReplica:
 
 
 class Needs(NamedTuple):
-    """Resources of one replica.
-
-    With `ranks`, each has a CPU and, if GPUs are used, a GPU; with 0 the engine has them.
-    """
+    """Resources of one replica. With `ranks`, these have the GPUs and a CPU each, otherwise the engine."""
 
     cpus: int
     device: str
@@ -104,7 +98,7 @@ class Needs(NamedTuple):
 
 
 class _Slot:
-    """Slot of one wanted replica. Its actor has one pending call: `place`, then `start`, then `check_health`."""
+    """Wanted replica. Its actor has one pending call: `place`, then `start`, then `check_health`."""
 
     def __init__(self) -> None:
         self.actor: Any = None
@@ -141,7 +135,7 @@ class ReplicaSupervisor:
             self._start(slot)
 
     def check(self) -> str | None:
-        """Replace failed replicas, and return why replicas cannot start, if so. Call every `CHECK_S`."""
+        """Replace failed replicas. Return why none can start. Call every `CHECK_S`."""
         now = self._clock()
         # Time in which this process itself did not run does not count.
         passed_s = min(now - self._checked_at, 2 * CHECK_S)

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TimelineWriter:
-    """Writer of a timeline. A failed write is logged once and ends the timeline, not the engine."""
+    """A failed write is logged once and ends the timeline, not the engine."""
 
     def __init__(self, path: str) -> None:
         try:

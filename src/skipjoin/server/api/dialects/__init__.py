@@ -1,1 +1,1 @@
-"""Other formats of chat: each converts its bodies to chat requests, and their output back."""
+"""Other formats of chat, converted to chat requests and back."""

@@ -26,7 +26,7 @@ from skipjoin.server.api.protocol import GenerationBody, JsonSchema, ResponseFor
 
 
 class ConvertedBody(GenerationBody):
-    """Body that is converted to a chat request while it is validated, which large bodies are in a thread."""
+    """Body that becomes a chat request during validation, which is in a thread if it is large."""
 
     n: Annotated[Any, Only(None, 1)] = None
     prompt_logprobs: Null = None
@@ -34,10 +34,9 @@ class ConvertedBody(GenerationBody):
 
     @abstractmethod
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. Its parts were validated as parts of this body."""
+        """Its parts were validated as parts of this body."""
 
     def schema_places(self) -> list[str]:
-        """Return the fields of the schemas of the functions of `chat`, in their order."""
         return []
 
     @cached_property
@@ -50,15 +49,11 @@ class ConvertedBody(GenerationBody):
         return self
 
     def shared(self) -> dict[str, Any]:
-        """Return the given fields that all generation endpoints share."""
         return {name: getattr(self, name) for name in self.model_fields_set & GenerationBody.model_fields.keys()}
 
 
 def only_types(error: str, types: Collection[str], why: str, hosted: tuple[str, ...] = ()) -> BeforeValidator:
-    """Refuse objects of other types, of which `why` has the {type}, before they are validated as these.
-
-    Types that begin with one of `hosted` pass, too.
-    """
+    """Refuse objects of other types, except those that begin with one of `hosted`. `why` has the {type}."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -79,7 +74,6 @@ class _Described(Protocol):
 
 
 def tools_of(tools: Iterable[tuple[_Described, dict[str, Any] | None]]) -> list[Tool] | None:
-    """Return functions, given each with the schema of its parameters."""
     functions = [
         Function.model_construct(name=of.name, description=of.description, parameters=parameters, strict=of.strict)
         for of, parameters in tools
@@ -97,7 +91,6 @@ def format_of(kind: str, name: str | None, schema: Any) -> ResponseFormat:
 
 
 def text_parts(words: Any) -> str | list[TextPart]:
-    """Return a text, or parts with `words`, as the content of a chat message."""
     if isinstance(words, str):
         return words
     return [TextPart.model_construct(type="text", text=part.words) for part in words]
@@ -109,8 +102,6 @@ def call_of(call_id: str, name: str, arguments: str | None) -> ToolCall:
 
 
 class HostedTool(Body):
-    """Tool that a provider's server runs. It is left out."""
-
     type: str
 
 
@@ -121,15 +112,14 @@ def only_type(tool: Any) -> Any:
 def hosted_kind(tool: Any, prefixes: tuple[str, ...]) -> str | None:
     """Return the type of a tool that a provider's server runs, or None.
 
-    Agents offer them to every server. Beside functions they are left out, because a model may always answer without
-    them; alone they are refused, because the answer would not be what was asked for.
+    Agents offer them to every server. Beside functions they are left out; alone they are refused.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     return kind if isinstance(kind, str) and kind.startswith(prefixes) else None
 
 
 class Turns:
-    """Builder of messages from parts of turns. Parts of one turn of the assistant become one message."""
+    """Builder of messages. Parts of one turn of the assistant become one message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -140,14 +130,13 @@ class Turns:
         self.messages.append(Message.model_construct(role=role, content=content, **more))
 
     def think(self, text: str) -> None:
-        """Add reasoning, which begins a turn unless the last one has only reasoning."""
+        """Add reasoning, which begins a turn after anything else."""
         turn = self._turn
         if turn is None or turn.content is not None or turn.tool_calls:
             turn = self.begin()
         turn.reasoning_content = (turn.reasoning_content or "") + text
 
     def say(self, content: Any) -> None:
-        """Add the words of a turn, which has them once."""
         turn = self._turn
         if turn is None or turn.content is not None:
             turn = self.begin()

@@ -3,32 +3,92 @@ from __future__ import annotations
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from skipjoin.engine.text import Choice, TextRules
+from skipjoin.formats.calls import Part, PartKind
 from skipjoin.formats.message import MessageReader
 from skipjoin.server.api.chat import ChatEndpoint, chat_logprob
 from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.chat_prompt import render_chat
 from skipjoin.server.api.dialects.bodies import ConvertedBody
-from skipjoin.server.api.dialects.segments import Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.tokens import MAX_TOKENS
 
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    kind: PartKind
+    index: int
+    call: int | None = None
+    name: str = ""
+    id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Change(NamedTuple):
+    segment: Segment
+    text: str = ""
+    begins: bool = False
+    ends: bool = False
+
+
+class Segments:
+    """Segments of one message, however its text was cut."""
+
+    def __init__(self) -> None:
+        self.found: list[Segment] = []
+        self._open: Segment | None = None
+
+    def add(self, parts: Sequence[Part]) -> Iterator[Change]:
+        for part in parts:
+            segment = self._open
+            if segment is None or (segment.kind, segment.call) != (part.kind, part.call):
+                yield from self.close()
+                segment = self._begin(part)
+                yield Change(segment, begins=True)
+            if part.text:
+                segment.pieces.append(part.text)
+                yield Change(segment, part.text)
+
+    def close(self) -> Iterator[Change]:
+        if self._open is not None:
+            segment, self._open = self._open, None
+            yield Change(segment, ends=True)
+
+    def finish(self) -> Iterator[Change]:
+        """End the message, which has at least one segment."""
+        if not self.found:
+            yield Change(self._begin(Part("")), begins=True)
+        yield from self.close()
+
+    def _begin(self, part: Part) -> Segment:
+        self._open = Segment(part.kind, len(self.found), part.call, part.name, part.id)
+        self.found.append(self._open)
+        return self._open
+
+
+def whole_of(choice: Choice, text: str) -> list[Segment]:
+    segments = Segments()
+    for _ in (*segments.add(choice.take_parts(text)), *segments.finish()):
+        pass
+    return segments.found
+
+
 ConvertedT = TypeVar("ConvertedT", bound=ConvertedBody)
 
 
 class ConvertedEndpoint(Endpoint[ConvertedT]):
-    """Endpoint that generates as chat does.
-
-    Attributes:
-        names: Patterns of fields of chat requests, with what errors name instead.
-        ends_with_context: As in `ChatEndpoint`.
-    """
+    """Generates as chat does. `names` are patterns of chat's fields, with what errors name instead."""
 
     names: ClassVar[Mapping[str, str]] = {}
     ends_with_context: ClassVar[bool] = False
@@ -85,7 +145,7 @@ class ConvertedFormat(ABC):
 
     @abstractmethod
     def complete(self, usage: Usage) -> dict[str, Any]:
-        """Return the body of a whole response."""
+        pass
 
     def take_logprobs(self) -> list[ChatTokenLogprob]:
         if self.top is None or self.started is None:
@@ -94,7 +154,6 @@ class ConvertedFormat(ABC):
 
 
 async def prompt_tokens(service: Service, chat: ChatRequest, names: Mapping[str, str]) -> int:
-    """Return the number of tokens of a prompt. Errors are `renamed`."""
     try:
         text = await render_chat(service, chat)
         return len(await service.encode(text, "messages", add_special_tokens=False, most=MAX_TOKENS))
@@ -103,7 +162,6 @@ async def prompt_tokens(service: Service, chat: ChatRequest, names: Mapping[str,
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error about a field of a chat request as one about the field that it came from."""
     for pattern, name in names.items():
         if error.param is not None and (found := re.fullmatch(pattern, error.param)):
             param = found.expand(name)

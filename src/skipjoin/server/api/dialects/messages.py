@@ -12,14 +12,12 @@ from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import MESSAGES, SERVER_SENT
-from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, prompt_tokens
+from skipjoin.server.api.dialects.endpoint import Change, ConvertedEndpoint, ConvertedFormat, Segment, prompt_tokens
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
-from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.options import served_tier
-from skipjoin.server.api.replies import service_of
+from skipjoin.server.api.replies import open_body
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.tokens import counted
@@ -83,10 +81,7 @@ class MessagesEndpoint(ConvertedEndpoint[MessagesRequest]):
 
 async def count_tokens(request: Request) -> Response:
     """Return the number of tokens of a prompt in Anthropic's format."""
-    service = service_of(request)
-    service.check_open()
-    body = await service.parse(await json_body(request), MessagesRequest)
-    service.check_model(body.model)
+    service, body = await open_body(request, MessagesRequest)
     tokens = estimate_chat(body.chat)
 
     async def count() -> bytes:
@@ -96,8 +91,6 @@ async def count_tokens(request: Request) -> Response:
 
 
 class MessagesFormat(ConvertedFormat):
-    """Each segment of the output is a block."""
-
     prefix = "msg_"
 
     def __init__(self, service: Service, body: MessagesRequest, options: RequestOptions) -> None:

@@ -187,8 +187,6 @@ class InputChoice(Body):
 
 
 class ThinkingOptions(Body):
-    """Reasoning. Without a budget, or with an adaptive one, the model decides how long it is."""
-
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Integer(1, INT32)] | None = None
     display: Ignored = None
@@ -320,7 +318,6 @@ def _functions(tools: list[Any] | None) -> dict[str, _InputTool]:
 
 
 def _add_answer(turns: Turns, blocks: list[Any]) -> None:
-    """Add one message: reasoning, text and calls, whatever their order."""
     turns.begin()
     if thoughts := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         turns.think(thoughts)
@@ -332,7 +329,6 @@ def _add_answer(turns: Turns, blocks: list[Any]) -> None:
 
 
 def _add_request(turns: Turns, role: str, blocks: list[Any]) -> None:
-    """Add a message for each result of a tool, and for the text between them."""
     texts: list[TextBlock] = []
     for block in blocks:
         if isinstance(block, TextBlock):

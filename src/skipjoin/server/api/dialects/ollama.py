@@ -1,4 +1,4 @@
-"""Ollama's endpoints that generate and embed, and what its clients ask of a server."""
+"""Ollama's endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skipjoin.formats.message import MessageReader
 from skipjoin.pooling import values_of
 from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, renamed
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, Segment, renamed
 from skipjoin.server.api.dialects.ollama_body import (
     OllamaChatRequest,
     OllamaEmbeddingRequest,
@@ -26,10 +26,9 @@ from skipjoin.server.api.dialects.ollama_body import (
     OllamaGenerateRequest,
     ShowRequest,
 )
-from skipjoin.server.api.dialects.segments import Segment
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
-from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
+from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat
 from skipjoin.server.api.pooled_bodies import EmbeddedBody
 from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.replies import json_response, service_of
@@ -59,7 +58,7 @@ def error_body(error: ApiError) -> bytes:
 
 
 def _loaded(endpoint: Endpoint[Any], body: RequestBody, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a client that loads the model ahead of its first request."""
+    """Answer a client that loads the model ahead of its first request."""
     service = endpoint.service
     service.check_open()
     service.check_model(body.model)
@@ -126,13 +125,13 @@ class OllamaEmbedFormat(PooledFormat):
         super().__init__(service, body)
         self._began = time.monotonic_ns()
 
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> dict[str, Any]:
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
         return {
             "model": self.model,
             "embeddings": [values_of(vector).tolist() for vector in vectors],
             "total_duration": time.monotonic_ns() - self._began,
             "load_duration": 0,
-            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_count": usage["prompt_tokens"],
         }
 
 
@@ -147,7 +146,7 @@ class OllamaEmbedEndpoint(EmbeddingEndpoint):
 class OllamaEmbeddingFormat(PooledFormat):
     prefix = "ollama"
 
-    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> dict[str, Any]:
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
         return {"embedding": values_of(vectors[0]).tolist()}
 
 
@@ -160,7 +159,7 @@ class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
 
 
 class OllamaFormat(ConvertedFormat):
-    """Each event is a line of JSON, and the last one has the counts."""
+    """Each event is a line of JSON."""
 
     prefix = "ollama-"
 
@@ -251,22 +250,10 @@ async def list_models(request: Request) -> Response:
 async def list_running(request: Request) -> Response:
     """Return the served model as the one that is loaded, in Ollama's format."""
     service = service_of(request)
-    return json_response(
-        {
-            "models": [
-                {
-                    "name": service.name,
-                    "model": service.name,
-                    "size": 0,
-                    "size_vram": 0,
-                    "digest": "",
-                    "details": _details(),
-                    "expires_at": "9999-12-31T23:59:59Z",  # never unloaded
-                    "context_length": service.info.max_model_len,
-                }
-            ]
-        }
-    )
+    never = "9999-12-31T23:59:59Z"
+    facts = {"expires_at": never, "context_length": service.info.max_model_len, "details": _details()}
+    same = {"name": service.name, "model": service.name, "size": 0, "size_vram": 0, "digest": ""}
+    return json_response({"models": [{**same, **facts}]})
 
 
 async def show_model(request: Request) -> Response:
@@ -295,14 +282,8 @@ async def show_model(request: Request) -> Response:
 
 
 def _details() -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+    unknown = dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), "")
+    return {**unknown, "families": []}
 
 
 def _time(service: Service) -> str:

@@ -1,17 +1,15 @@
-"""Bodies of Ollama's format."""
-
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from skipjoin.sampling import INT32
 from skipjoin.server.api.chat_body import ChatRequest
-from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
+from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, UniqueTools
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, format_of
 from skipjoin.server.api.fields import (
     MAX_LABEL,
@@ -23,6 +21,7 @@ from skipjoin.server.api.fields import (
     Only,
     Text,
     one_of,
+    tagged,
     text_or_object,
 )
 from skipjoin.server.api.pooled_bodies import EmbeddedBody, EmbeddingRequest
@@ -37,8 +36,16 @@ _PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 
 Penalty = Annotated[float, Field(ge=0.01, le=10)]
 
 
-class OllamaOptions(SamplingFields):  # type: ignore[misc]
-    """Sampling parameters, also under Ollama's names. Settings of its runner have no effect."""
+_OF_RUNNER = (
+    *("mirostat_tau", "mirostat_eta", "penalize_newline", "num_ctx", "num_batch", "num_gpu", "num_keep", "num_thread"),
+    *("main_gpu", "low_vram", "numa", "f16_kv", "vocab_only", "use_mmap", "use_mlock"),
+)
+_IGNORED: dict[str, Any] = dict.fromkeys(_OF_RUNNER, (Ignored, None))
+_RunnerFields: Any = create_model("_RunnerFields", __base__=Body, **_IGNORED)
+
+
+class OllamaOptions(SamplingFields, _RunnerFields):  # type: ignore[misc]
+    """Sampling parameters, also under Ollama's names."""
 
     num_predict: Annotated[int, Integer(-2, INT32)] | None = None
     repeat_penalty: Penalty | None = None
@@ -46,26 +53,11 @@ class OllamaOptions(SamplingFields):  # type: ignore[misc]
     tfs_z: Annotated[Any, Only(None, 1)] = None
     typical_p: Annotated[Any, Only(None, 1)] = None
     mirostat: Annotated[Any, Only(None, 0)] = None
-    mirostat_tau: Ignored = None
-    mirostat_eta: Ignored = None
-    penalize_newline: Ignored = None
-    num_ctx: Ignored = None
-    num_batch: Ignored = None
-    num_gpu: Ignored = None
-    num_keep: Ignored = None
-    num_thread: Ignored = None
-    main_gpu: Ignored = None
-    low_vram: Ignored = None
-    numa: Ignored = None
-    f16_kv: Ignored = None
-    vocab_only: Ignored = None
-    use_mmap: Ignored = None
-    use_mlock: Ignored = None
 
     @field_validator("repeat_last_n")
     @classmethod
     def _changes_nothing(cls, value: int | None, info: ValidationInfo) -> int | None:
-        """Accept what is the penalty of all tokens, 0 for none of them, and any number without a penalty."""
+        """Accept a penalty of all tokens or of none."""
         has_penalty = any(info.data.get(name) not in {None, neutral} for name, neutral in _PENALTIES.items())
         if has_penalty and value not in {None, -1, 0}:
             raise PydanticCustomError(
@@ -74,7 +66,6 @@ class OllamaOptions(SamplingFields):  # type: ignore[misc]
         return value
 
     def fields(self) -> dict[str, Any]:
-        """Return the given parameters as fields of a chat request."""
         found = {name: getattr(self, name) for name in self.model_fields_set & SamplingFields.model_fields.keys()}
         if self.repeat_penalty is not None:
             found["repetition_penalty"] = self.repeat_penalty
@@ -108,7 +99,7 @@ class OllamaMessage(Body):
 
 
 class OllamaEmbedRequest(EmbeddingRequest):
-    """Body of POST /api/embed. Texts are never cut: with `truncate`, too, one that is too long is an error."""
+    """Body of POST /api/embed. Texts are never cut, also with `truncate`."""
 
     model: Model = None
     truncate: Ignored = None
@@ -118,7 +109,7 @@ class OllamaEmbedRequest(EmbeddingRequest):
 
 
 class OllamaEmbeddingRequest(EmbeddedBody):
-    """Body of POST /api/embeddings, which /api/embed has replaced: one text."""
+    """Body of POST /api/embeddings: one text."""
 
     model: Model = None
     prompt: Text
@@ -130,17 +121,11 @@ class OllamaEmbeddingRequest(EmbeddedBody):
         return [self.prompt]
 
 
-def _switch_or_text(value: Any) -> str | None:
-    return "~switch" if isinstance(value, bool) else "~text" if isinstance(value, str) else None
-
-
 def _streams(value: Any) -> Any:
     return True if value is None else value
 
 
 class _Body(ConvertedBody):
-    """Fields that both endpoints share. Answers are streamed unless `stream` is false."""
-
     model: Model = None
     stream: Annotated[bool, BeforeValidator(_streams)] = True
     format: (
@@ -154,7 +139,7 @@ class _Body(ConvertedBody):
     think: (
         Annotated[
             Annotated[bool, Tag("~switch")] | Annotated[Literal["low", "medium", "high"], Tag("~text")],
-            one_of(_switch_or_text, 'must be true, false, "low", "medium" or "high"'),
+            one_of(tagged({bool: "~switch", str: "~text"}), 'must be true, false, "low", "medium" or "high"'),
         ]
         | None
     ) = None
@@ -184,21 +169,16 @@ class _Body(ConvertedBody):
 
 
 class OllamaChatRequest(_Body):
-    """Body of POST /api/chat. Without messages, it asks that the model be loaded."""
+    """Body of POST /api/chat. Without messages, it loads the model."""
 
     large_fields: ClassVar[Mapping[str, str]] = {"messages": "plain_messages"}
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES), Field(fail_fast=True)] | None = None
-    tools: Tools | None = None
+    tools: UniqueTools | None = None
 
     @property
     def only_loads(self) -> bool:
         return not self.messages
-
-    @field_validator("tools")
-    @classmethod
-    def _has_unique_names(cls, value: list[Tool] | None) -> list[Tool] | None:
-        return check_names(value)
 
     def to_chat(self) -> ChatRequest:
         turns, asked = Turns(), 0
@@ -225,16 +205,13 @@ class OllamaChatRequest(_Body):
 
 
 def _answered(open_calls: list[tuple[str, str]], result: OllamaMessage) -> str:
-    """Return the id of the first call that a result without one may answer, and close the call."""
+    """Close the call that a result without an id answers, and return its id."""
     at = next((at for at, (_, name) in enumerate(open_calls) if result.tool_name in (None, name)), None)
     return "call" if at is None else open_calls.pop(at)[0]
 
 
 class OllamaGenerateRequest(_Body):
-    """Body of POST /api/generate: one message of a user, or, if `raw`, the text that the model continues.
-
-    Without a prompt, it asks that the model be loaded.
-    """
+    """Body of POST /api/generate: a user's message, or a `raw` text. Without a prompt, it loads the model."""
 
     prompt: str | None = None
     system: str | None = None

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's responses, which are stored if the server has a store for them."""
+"""POST /v1/responses: OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
-from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat
 from skipjoin.server.api.dialects.bodies import HostedTool
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, prompt_tokens
+from skipjoin.server.api.dialects.endpoint import Change, ConvertedEndpoint, ConvertedFormat, Segment, prompt_tokens
 from skipjoin.server.api.dialects.responses_body import ResponsesRequest
 from skipjoin.server.api.dialects.responses_items import new_id
 from skipjoin.server.api.dialects.responses_tools import custom_input
-from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import Origin, Prompt
 from skipjoin.server.api.jobs import Job
 from skipjoin.server.api.options import served_tier
-from skipjoin.server.api.replies import service_of
+from skipjoin.server.api.replies import open_body
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.stored import StoredResponse
@@ -108,10 +106,7 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
 
 async def count_input_tokens(request: Request) -> Response:
     """Return the number of tokens of a prompt in the format of responses."""
-    service = service_of(request)
-    service.check_open()
-    body = await service.parse(await json_body(request), ResponsesRequest)
-    service.check_model(body.model)
+    service, body = await open_body(request, ResponsesRequest)
     body = await _restored(service, body, request.state.owner)
 
     async def count() -> bytes:
@@ -122,7 +117,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def _restored(service: Service, body: ResponsesRequest, owner: str) -> ResponsesRequest:
-    """Return the body with the items of earlier responses that it refers to."""
+    """Add the items of earlier responses that a body refers to."""
     previous, references, store = body.previous_response_id, body.references, service.stored_responses
     if store is None:
         _refuse_state(body)
@@ -149,8 +144,6 @@ async def _restored(service: Service, body: ResponsesRequest, owner: str) -> Res
 
 
 class ResponsesFormat(ConvertedFormat):
-    """Events are numbered, and the last one has the whole response."""
-
     prefix = "resp_"
 
     def __init__(self, service: Service, body: ResponsesRequest, options: RequestOptions) -> None:
@@ -163,7 +156,6 @@ class ResponsesFormat(ConvertedFormat):
         self._last: dict[str, Any] = {}
 
     def stored(self) -> StoredResponse:
-        """Return the finished response for the store."""
         return StoredResponse(msgspec.to_builtins(self._last), self._body.items())
 
     def begin(self, usage: Usage) -> bytes:

@@ -1,5 +1,3 @@
-"""Body of POST /v1/responses, OpenAI's format for agents."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -86,7 +84,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """Effort of the reasoning. A summary is accepted without effect, because the reasoning itself is returned."""
+    """Effort of the reasoning, which is returned itself instead of a summary."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Ignored = None
@@ -150,13 +148,12 @@ class ResponsesRequest(ConvertedBody):
 
     @cached_property
     def functions(self) -> dict[str, PlacedFunction]:
-        """Return the functions by the names that models see."""
         return {function.name: function for function in functions_of(self.tools)}
 
     def shortened(self, count: int) -> ChatRequest | None:
-        """Return `chat` without the `count` oldest turns, or None if it has no more than these.
+        """Return `chat` without the `count` oldest turns, or None if none would be left.
 
-        System messages stay. A call goes with its results, without which it means nothing.
+        System messages stay. A call goes with its results.
         """
         begins = [n for n, message in enumerate(self.chat.messages) if message.role not in (*_SYSTEM, "tool")]
         if count >= len(begins):
@@ -166,12 +163,11 @@ class ResponsesRequest(ConvertedBody):
         return self.chat.model_copy(update={"messages": kept})
 
     def is_custom(self, name: str) -> bool:
-        """Return whether a called tool is one whose input is a text."""
         function = self.functions.get(name)
         return function is not None and function.is_custom
 
     def called(self, name: str) -> dict[str, str]:
-        """Return name and namespace of a function by the name that the model called."""
+        """Return name and namespace of a function by its full name."""
         function = self.functions.get(name)
         if function is None or function.namespace is None:
             return {"name": name}
@@ -200,12 +196,10 @@ class ResponsesRequest(ConvertedBody):
 
     @property
     def references(self) -> dict[int, str]:
-        """Return the ids of items that the input refers to, by position."""
         items = () if isinstance(self.input, str) else self.input
         return {number: item.id for number, item in enumerate(items) if isinstance(item, ItemReference)}
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the input as items in full, each with an id."""
         if isinstance(self.input, str):
             given: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
         else:

@@ -1,4 +1,4 @@
-"""Items of POST /v1/responses: what an input consists of, and what the store keeps of it."""
+"""Items of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class CustomOutput(FunctionCallOutput):
 
 
 class ReasoningItem(Body):
-    """Reasoning of an earlier answer, or a summary of it. Encrypted reasoning of other servers is left out."""
+    """Reasoning of an earlier answer. Encrypted reasoning of other servers is left out."""
 
     type: Literal["reasoning"]
     id: Ignored = None
@@ -103,8 +103,6 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
-    """Item of a stored response, which replaces it before the conversation is read."""
-
     type: Literal["item_reference"]
     id: Id
 
@@ -158,12 +156,10 @@ _PREFIXES = {
 
 
 def new_id(kind: str) -> str:
-    """Return an id for an item of the type `kind`."""
     return f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
 
 
 def whole_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item in full, with an id."""
     kind = item.get("type", "message")
     name = item.get("id") or new_id(kind)
     found = {**item, "type": kind, "id": name}

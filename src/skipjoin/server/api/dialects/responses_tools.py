@@ -1,4 +1,4 @@
-"""Tools of POST /v1/responses: functions, custom tools, and functions that share a namespace."""
+"""Tools of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _format_kind(value: Any) -> str | None:
 
 
 class CustomTool(Body):
-    """Tool whose input is a text. Models see it as a function with the text as its one argument."""
+    """Tool whose input is a text, which models see as a function with one argument."""
 
     type: Literal["custom"]
     name: Annotated[str, Field(pattern=TOOL_NAME)]
@@ -117,8 +117,6 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 class PlacedFunction(NamedTuple):
-    """Function of a body: where its schema stands there, and its namespace."""
-
     tool: FunctionTool
     place: str
     namespace: str | None = None
@@ -170,7 +168,7 @@ Choice = Annotated[
 
 
 def custom_input(arguments: str) -> str:
-    """Return the input of a call of a custom tool, or its arguments as written if they were cut off."""
+    """Return the text; the arguments as written if they were cut off."""
     try:
         return str(json.loads(arguments)[_CUSTOM_INPUT])
     except (ValueError, LookupError, TypeError):
@@ -178,7 +176,6 @@ def custom_input(arguments: str) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return the arguments of a call of a custom tool, of which `custom_input` returns the text."""
     return json.dumps({_CUSTOM_INPUT: text}, ensure_ascii=False)
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 from fastapi import Request, Response
 
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.replies import json_response, service_of
+from skipjoin.server.api.replies import json_response, limit_of, listed, service_of
 from skipjoin.server.api.stored import ResponseStore, StoredResponse
 
 _PAGE, _MAX_PAGE = 20, 100
@@ -31,9 +31,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the items that a stored response was generated from, newest first. Query: after, limit and order."""
     query = request.query_params
-    limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_PAGE):
-        raise bad_request(f"limit must be an integer in [1, {_MAX_PAGE}], got {limit!r}", "limit")
+    limit, order = limit_of(query, most=_MAX_PAGE, default=_PAGE), query.get("order", "desc")
     if order not in _ORDERS:
         raise bad_request(f"order must be {' or '.join(_ORDERS)}, got {order!r}", "order")
     items = (await _found(request, response_id)).input
@@ -44,10 +42,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
         if at is None:
             raise bad_request(f"after must be the id of an item of the input, got {after!r}", "after")
         items = items[at + 1 :]
-    data = items[: int(limit)]
-    ends = [data[0]["id"], data[-1]["id"]] if data else [None, None]
-    more = len(items) > len(data)
-    return json_response({"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more})
+    return json_response(listed(items[:limit], len(items) > limit))
 
 
 def _store(request: Request) -> ResponseStore:

@@ -1,1 +1,0 @@
-"""Console of one or several servers, in a process of its own."""

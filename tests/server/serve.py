@@ -18,9 +18,10 @@ from typing import Any, get_origin
 from skipjoin.cli import app
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.options import settings_of
+from skipjoin.server.engines.engine_handle import EngineHandle
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from skipjoin.server.engines.replicas import ReplicaSet
-from skipjoin.server.lifecycle import MakeEngines, one_engine, run_server
+from skipjoin.server.lifecycle import MakeEngines, run_server
 
 NO_FORECASTS = ForecastConfig()
 _SETTINGS = {**settings_of(EngineConfig), **settings_of(ForecastConfig), **settings_of(ServerConfig)}
@@ -57,7 +58,7 @@ def main() -> int:
 def _run(
     engine: EngineConfig, config: ServerConfig, command: Sequence[str], forecasts: ForecastConfig = NO_FORECASTS
 ) -> int:
-    make_engines: MakeEngines = ReplicaSet if config.replicas > 1 else one_engine
+    make_engines: MakeEngines = ReplicaSet if config.replicas > 1 else EngineHandle
     return run_server(engine, config, forecasts, engine_command=command, make_engines=make_engines)
 
 

@@ -47,7 +47,7 @@ def test_counts_stay_within_limits_and_return_to_zero(requests: list[tuple[int, 
     for slot in slots:
         slot.ended()
         slot.started()  # The notification may arrive late.
-    assert (admission.requests, admission.tokens, admission.runs) == (0, 0, 0)
+    assert (admission.requests, admission.tokens, len(admission._runs)) == (0, 0, 0)
 
 
 def test_prompt_larger_than_its_estimate_is_refused() -> None:

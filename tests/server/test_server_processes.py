@@ -340,11 +340,12 @@ def test_the_api_process_imports_no_torch_and_without_batches_no_database() -> N
     code = """
 import sys
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.server.lifecycle import Server, one_engine
+from skipjoin.server.engines.engine_handle import EngineHandle
+from skipjoin.server.lifecycle import Server
 from skipjoin.server.listeners import connection_limits
 from skipjoin.server.settings import check_settings
 settings = check_settings(EngineConfig(), ServerConfig(batch_dir="none"), ForecastConfig())
-Server(settings, connection_limits(settings.server), ("engine",), one_engine)
+Server(settings, connection_limits(settings.server), ("engine",), EngineHandle)
 print(*{"torch", "sqlalchemy"}.intersection(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -36,8 +36,9 @@ def serve(
     """Serve MODEL over the OpenAI API."""
     require("skipjoin serve", "serve")
     with without_garbage_collection():
+        from skipjoin.server.engines.engine_handle import EngineHandle  # noqa: PLC0415
         from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
-        from skipjoin.server.lifecycle import check_server, one_engine, run_server  # noqa: PLC0415
+        from skipjoin.server.lifecycle import check_server, run_server  # noqa: PLC0415
 
     if server["log_format"] == "json":
         logs.configure("info", "json")
@@ -45,7 +46,7 @@ def serve(
         logs.warn(warning)
     flags = typed_flags(section.settings() for section in SECTIONS.values())
     http = ServerConfig(**server)
-    make_engines: MakeEngines = one_engine
+    make_engines: MakeEngines = EngineHandle
     if http.replicas > 1:
         if engine["timeline"] is not None:
             raise ConfigError(f"timeline is written by one engine: replicas must be 1 with it, got {http.replicas}")

@@ -77,17 +77,13 @@ OnProgress = Callable[[str, float], None]
 MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], "EngineHandle | ReplicaSet"]
 
 
-def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> EngineHandle:
-    return EngineHandle(client, command=command, on_progress=on_progress)
-
-
 def run_server(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     forecast_config: ForecastConfig = DEFAULT_FORECASTS,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    make_engines: MakeEngines = one_engine,
+    make_engines: MakeEngines = EngineHandle,
     spell: Callable[[str], str] = str,
 ) -> int:
     logs.configure(server_config.log_level, server_config.log_format, spell)

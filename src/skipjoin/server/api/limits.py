@@ -190,10 +190,6 @@ class Admission:
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
 
-    @property
-    def runs(self) -> int:
-        return len(self._runs)
-
     def _limits(self, is_best_effort: bool) -> tuple[int, int, str]:
         if not is_best_effort:
             return self.max_requests, self.max_tokens, ""

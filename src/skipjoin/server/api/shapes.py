@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import GenericAlias
 from typing import Any
 
@@ -137,10 +137,6 @@ def _prompts(value: Raw, name: str, most: int = MAX_PROMPTS) -> Raw:
     return value
 
 
-def _inputs(value: Raw, name: str) -> Raw:
-    return _prompts(value, name, MAX_INPUTS)
-
-
 def _documents(value: Raw, name: str) -> Raw:
     documents = _read(value, GenericAlias(list, (str | _struct(Document, text=str),)), name)
     _check_count(len(documents), MAX_INPUTS, "documents", name)
@@ -236,7 +232,7 @@ def _check_count(count: int, most: int, what: str, name: str) -> None:
 # Fields that can exceed `MAX_FIELD_BYTES`, with functions that check and return their values.
 LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {
     "prompt": _prompts,
-    "inputs": _inputs,
+    "inputs": partial(_prompts, most=MAX_INPUTS),
     "documents": _documents,
     "messages": _messages,
     "items": _items,

@@ -54,11 +54,6 @@ def context_of(request: Request) -> BatchContext:
     return found
 
 
-def owner_of(request: Request) -> str:
-    owner: str = request.state.owner
-    return owner
-
-
 def as_api_error(error: StoreError) -> ApiError:
     if isinstance(error, NoSpace):
         return unavailable(str(error), NO_SPACE_CODE, _RETRY_S)

@@ -315,10 +315,6 @@ class Session:
 
     async def reclaim(self, connection: AsyncConnection) -> None:
         alive = sa.select(servers.c.id)
-        free = {"server": None, "state": LineState.READY}
-        await connection.execute(
-            sa.update(lines).where(lines.c.server.is_not(None), lines.c.server.not_in(alive)).values(free)
-        )
-        await connection.execute(
-            sa.update(batches).where(batches.c.server.is_not(None), batches.c.server.not_in(alive)).values(server=None)
-        )
+        for table, more in ((lines, {"state": LineState.READY}), (batches, {})):
+            lost = sa.and_(table.c.server.is_not(None), table.c.server.not_in(alive))
+            await connection.execute(sa.update(table).where(lost).values({"server": None, **more}))

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response, limit_of, listed
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.context import context_of, owner_of
+from skipjoin.server.batches.context import context_of
 from skipjoin.server.batches.file_rows import check_usage
 from skipjoin.server.batches.records import (
     INPUT,
@@ -166,7 +166,7 @@ async def list_files(request: Request) -> Response:
     if (after := query.get("after")) is not None and not is_file_id(after):
         _found(None, after, "after")
     found, has_more = await context_of(request).store.files.page(
-        owner_of(request),
+        request.state.owner,
         purpose=one_of(query, "purpose", PURPOSES, None),
         after=after,
         limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
@@ -192,14 +192,14 @@ async def read_file(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. Batches that read it continue."""
     context = context_of(request)
-    row = _found(await context.store.files.delete(owner_of(request), file_id), file_id)
+    row = _found(await context.store.files.delete(request.state.owner, file_id), file_id)
     with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
         await sweep(context.store, context.blobs)
     return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
 async def _read(request: Request) -> FileRow:
-    context, owner, file_id = context_of(request), owner_of(request), new_file_id()
+    context, owner, file_id = context_of(request), request.state.owner, new_file_id()
     store, blobs = context.store, context.blobs
     quota = context.file_quota
     form = Form(request.headers.get("content-type"))
@@ -292,7 +292,7 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
 
 
 async def find(store: Store, request: Request, file_id: str, param: str = "file_id") -> FileRow:
-    return _found(await store.files.get(owner_of(request), file_id), file_id, param)
+    return _found(await store.files.get(request.state.owner, file_id), file_id, param)
 
 
 def _found(row: FileRow | None, file_id: str, param: str = "file_id") -> FileRow:

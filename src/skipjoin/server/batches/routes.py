@@ -12,7 +12,7 @@ from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.fields import Body, Integer
 from skipjoin.server.api.replies import json_response, limit_of, listed, service_of
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.context import context_of, owner_of
+from skipjoin.server.batches.context import context_of
 from skipjoin.server.batches.files import find
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
@@ -109,7 +109,7 @@ async def create_batch(request: Request) -> Response:
 
 async def list_batches(request: Request) -> Response:
     """List the batches of this API key, newest first."""
-    store, owner, query = context_of(request).store, owner_of(request), request.query_params
+    store, owner, query = context_of(request).store, request.state.owner, request.query_params
     after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
     if after is not None:
         _found(await store.batches.get(owner, after), after, "after")
@@ -119,14 +119,14 @@ async def list_batches(request: Request) -> Response:
 
 async def show_batch(request: Request, batch_id: str) -> Response:
     """Show a batch."""
-    found = await context_of(request).store.batches.get(owner_of(request), batch_id)
+    found = await context_of(request).store.batches.get(request.state.owner, batch_id)
     return json_response(batch_object(_found(found, batch_id)))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch. Finished lines become its output. A finished batch does not change."""
     context = context_of(request)
-    row = _found(await context.store.batches.cancel(owner_of(request), batch_id), batch_id)
+    row = _found(await context.store.batches.cancel(request.state.owner, batch_id), batch_id)
     context.wake()
     return json_response(batch_object(row))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -39,7 +40,6 @@ class EngineHandle:
     def __init__(
         self,
         client: EngineClient,
-        *,
         command: Sequence[str] = ENGINE_COMMAND,
         on_progress: Callable[[str, float], None] = lambda what, share: None,
     ) -> None:
@@ -163,7 +163,7 @@ class EngineHandle:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         assert self._channel is not None
-        self._channel.read_last()
+        self._channel.read(math.inf)  # the last messages
         is_out_of_memory = oom_kills() > self._oom_kills
         self.cause = self._failure or describe_end(code, is_out_of_memory=is_out_of_memory)
         self.client.died()

@@ -64,9 +64,6 @@ class Channel:
             except Exception:
                 logger.exception("a message from the engine was not handled")
 
-    def read_last(self) -> None:
-        self.read(math.inf)
-
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
@@ -208,7 +205,7 @@ class EngineLink:
 
     def _lose(self) -> None:
         if not self._channel.closed:
-            self._channel.read_last()
+            self._channel.read(math.inf)  # the last messages
             self.close()
             self.on_lost()
 

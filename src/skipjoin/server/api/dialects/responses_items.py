@@ -52,15 +52,18 @@ class ResponsesMessage(Body):
     phase: Ignored = None
 
 
-class FunctionCall(Body):
-    type: Literal["function_call"]
+class _Call(Body):
     call_id: Id
     name: Id
-    arguments: str
     id: Ignored = None
     status: Status = None
     namespace: Id | None = None
     caller: Ignored = None
+
+
+class FunctionCall(_Call):
+    type: Literal["function_call"]
+    arguments: str
     parsed_arguments: Ignored = None
     async_: Annotated[Off, Field(alias="async")] = None
 
@@ -76,15 +79,9 @@ class FunctionCallOutput(Body):
     caller: Ignored = None
 
 
-class CustomCall(Body):
+class CustomCall(_Call):
     type: Literal["custom_tool_call"]
-    call_id: Id
-    name: Id
     input: str
-    id: Ignored = None
-    status: Status = None
-    namespace: Id | None = None
-    caller: Ignored = None
 
 
 class CustomOutput(FunctionCallOutput):

@@ -29,16 +29,19 @@ def _tool_kind(tool: Any) -> str | None:
     return _TOOLS.get(kind) if isinstance(kind, str) else None
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
+class _NamedTool(Body):
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    output_schema: Ignored = None
     defer_loading: Off = None
     allowed_callers: Ignored = None
     async_: Annotated[Off, Field(alias="async")] = None
+
+
+class FunctionTool(_NamedTool):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: Ignored = None
 
 
 class CustomText(Body):
@@ -56,12 +59,10 @@ def _format_kind(value: Any) -> str | None:
     return {"text": "~text", "grammar": "~grammar"}.get(str(kind))
 
 
-class CustomTool(Body):
+class CustomTool(_NamedTool):
     """Tool whose input is a text, which models see as a function with one argument."""
 
     type: Literal["custom"]
-    name: Annotated[str, Field(pattern=TOOL_NAME)]
-    description: str | None = None
     format: (
         Annotated[
             Annotated[CustomText, Tag("~text")] | Annotated[CustomGrammar, Tag("~grammar")],
@@ -69,9 +70,6 @@ class CustomTool(Body):
         ]
         | None
     ) = None
-    defer_loading: Off = None
-    allowed_callers: Ignored = None
-    async_: Annotated[Off, Field(alias="async")] = None
 
     @property
     def function(self) -> FunctionTool:

@@ -11,7 +11,7 @@ import pytest
 from server_worlds import StartServer
 
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-span_sender = pytest.importorskip("skipjoin.server.engines.tracing")
+tracing = pytest.importorskip("skipjoin.server.engines.tracing")
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -99,9 +99,9 @@ def test_unreachable_collector_does_not_disturb_requests(start_server: StartServ
 def test_spans_beyond_a_bound_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(span_sender, "_INTERVAL_S", 60.0)
-    monkeypatch.setattr(span_sender, "_MAX_WAITING", 2)
-    sender = span_sender.SpanSender("http://127.0.0.1:9/v1/traces", b"".join)
+    monkeypatch.setattr(tracing, "_INTERVAL_S", 60.0)
+    monkeypatch.setattr(tracing, "_MAX_WAITING", 2)
+    sender = tracing.SpanSender("http://127.0.0.1:9/v1/traces", b"".join)
     for _ in range(5):
         sender.put(b"spans")
     sender.close()

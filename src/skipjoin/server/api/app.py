@@ -22,7 +22,7 @@ from skipjoin.version import VERSION
 
 
 class _SeveralSegments(Convertor[str]):
-    """Segments of a path with at least one character, unlike `path` of Starlette."""
+    """Segments of a path with at least one character, unlike Starlette's `path`."""
 
     regex = ".+"
 

@@ -1,4 +1,4 @@
-"""Protection against requests that web pages cause: Origin names their site, and Host reveals DNS rebinding."""
+"""Protection against requests of web pages: Origin names their site, and Host reveals DNS rebinding."""
 
 from __future__ import annotations
 

@@ -12,23 +12,61 @@ from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
 from skipjoin.routes import COMPLETIONS, OPENAI_EVENTS
 from skipjoin.sampling import TokenLogprob
+from skipjoin.server.api import responses
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.openai_format import OpenAiFormat, prompt_scores
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import CompletionRequest
-from skipjoin.server.api.responses import (
-    LOWEST_LOGPROB,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Usage,
-    encode,
-)
 from skipjoin.server.api.service import Service
 from skipjoin.structured_output import StructuredOutput
 
 DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionFormat(OpenAiFormat):
+    def __init__(self, service: Service, body: CompletionRequest, options: RequestOptions) -> None:
+        # OpenAI's completions have no such field, so only clients that ask for a tier get it.
+        tier = UNSET if body.service_tier is None else served_tier(options)
+        super().__init__(service, body, "cmpl", tier)
+        self._scores = body.logprobs is not None
+        self._body = body
+
+    def item(self, choice: Choice, text: str, usage: responses.Usage | None) -> bytes:
+        # The first token has an event even if it has no text.
+        is_first = choice not in self.begun
+        if not (text or is_first or choice.scored) and choice.finish_reason is None:
+            return b""
+        self.begun.add(choice)
+        return self.event([self._choice(choice, text, is_first=is_first)], self.no_usage if usage is None else usage)
+
+    def event(self, choices: list[responses.CompletionChoice], usage: Any) -> bytes:
+        return OPENAI_EVENTS.frame(self._encoded(choices, usage))
+
+    def whole(self, texts: Mapping[Choice, str], usage: responses.Usage) -> bytes:
+        found = [self._choice(choice, text) for choice, text in texts.items()]
+        return self._encoded(found, usage)
+
+    def _encoded(self, choices: list[responses.CompletionChoice], usage: Any) -> bytes:
+        # Arguments without names, because each token makes such an object.
+        return responses.encode(
+            responses.Completion(self.id, self.created, self.model, choices, usage, self.service_tier)
+        )
+
+    def _choice(self, choice: Choice, text: str, *, is_first: bool = True) -> responses.CompletionChoice:
+        logprobs = completion_logprobs(self.tokenizer, choice) if self._scores else None
+        if self._body.return_token_ids is None and self._body.prompt_logprobs is None:
+            return responses.CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
+        ids = bool(self._body.return_token_ids)
+        return responses.CompletionChoice(
+            choice.index,
+            text,
+            logprobs,
+            choice.finish_reason,
+            choice.take_ids() if ids else UNSET,
+            choice.prompt if ids and is_first else UNSET,
+            prompt_scores(self.tokenizer, choice, self._body.prompt_logprobs),
+        )
 
 
 class CompletionEndpoint(Endpoint[CompletionRequest]):
@@ -37,6 +75,7 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
     route = COMPLETIONS
     operation = "text_completion"
     body_type = CompletionRequest
+    format_type = CompletionFormat
 
     def estimates(self, body: CompletionRequest) -> list[int]:
         return [estimate_tokens(prompt) for prompt in body.prompts]
@@ -83,59 +122,13 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             scores=body.logprobs is not None,
         )
 
-    def format(self, body: CompletionRequest, options: RequestOptions) -> CompletionFormat:
-        return CompletionFormat(self.service, body, options)
 
-
-class CompletionFormat(OpenAiFormat):
-    def __init__(self, service: Service, body: CompletionRequest, options: RequestOptions) -> None:
-        # OpenAI's completions have no such field, so only clients that ask for a tier get it.
-        tier = UNSET if body.service_tier is None else served_tier(options)
-        super().__init__(service, body, "cmpl", tier)
-        self._scores = body.logprobs is not None
-        self._body = body
-
-    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        # The first token has an event even if it has no text.
-        is_first = choice not in self.begun
-        if not (text or is_first or choice.scored) and choice.finish_reason is None:
-            return b""
-        self.begun.add(choice)
-        return self.event([self._choice(choice, text, is_first=is_first)], self.no_usage if usage is None else usage)
-
-    def event(self, choices: list[CompletionChoice], usage: Any) -> bytes:
-        return OPENAI_EVENTS.frame(self._encoded(choices, usage))
-
-    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        found = [self._choice(choice, text) for choice, text in texts.items()]
-        return self._encoded(found, usage)
-
-    def _encoded(self, choices: list[CompletionChoice], usage: Any) -> bytes:
-        # Arguments without names, because each token makes such an object.
-        return encode(Completion(self.id, self.created, self.model, choices, usage, self.service_tier))
-
-    def _choice(self, choice: Choice, text: str, *, is_first: bool = True) -> CompletionChoice:
-        logprobs = completion_logprobs(self.tokenizer, choice) if self._scores else None
-        if self._body.return_token_ids is None and self._body.prompt_logprobs is None:
-            return CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
-        ids = bool(self._body.return_token_ids)
-        return CompletionChoice(
-            choice.index,
-            text,
-            logprobs,
-            choice.finish_reason,
-            choice.take_ids() if ids else UNSET,
-            choice.prompt if ids and is_first else UNSET,
-            prompt_scores(self.tokenizer, choice, self._body.prompt_logprobs),
-        )
-
-
-def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    found = CompletionLogprobs(text_offset=_text_offsets(tokenizer, choice))
+def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> responses.CompletionLogprobs:
+    found = responses.CompletionLogprobs(text_offset=_text_offsets(tokenizer, choice))
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)
         found.tokens.append(text)
-        found.token_logprobs.append(None if scored.logprob is None else max(scored.logprob, LOWEST_LOGPROB))
+        found.token_logprobs.append(None if scored.logprob is None else max(scored.logprob, responses.LOWEST_LOGPROB))
         found.top_logprobs.append(None if scored.logprob is None else _alternatives(tokenizer, scored, text))
     return found
 
@@ -151,8 +144,8 @@ def _text_offsets(tokenizer: Tokenizer, choice: Choice) -> list[int]:
 def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for token, logprob in scored.top:
-        found.setdefault(token_name(tokenizer, token), max(logprob, LOWEST_LOGPROB))
-    found.setdefault(text, max(scored.logprob or 0.0, LOWEST_LOGPROB))
+        found.setdefault(token_name(tokenizer, token), max(logprob, responses.LOWEST_LOGPROB))
+    found.setdefault(text, max(scored.logprob or 0.0, responses.LOWEST_LOGPROB))
     return found
 
 

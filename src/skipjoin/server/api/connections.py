@@ -208,10 +208,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 @dataclass(slots=True, eq=False)
 class LingeringClose:
-    """Drops further input before a connection closes.
-
-    Otherwise a connection that still gets bytes is reset, and the client may lose the response.
-    """
+    """Drops further input before a connection closes: a reset would lose the response."""
 
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop

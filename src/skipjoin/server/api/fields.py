@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import GenericAlias
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
@@ -95,9 +95,8 @@ def shared_rows(params: type[SamplingParams]) -> dict[str, Row]:
     return {name: row for name, row in parameters_of(params).items() if not row.parameter.own}
 
 
-def sampling_fields(params: type[SamplingParams], *, without: Collection[str] = ()) -> dict[str, Any]:
-    rows = shared_rows(params).items()
-    return {name: (_type_of(row) | None, None) for name, row in rows if name not in without}
+def sampling_fields(params: type[SamplingParams]) -> dict[str, Any]:
+    return {name: (_type_of(row) | None, None) for name, row in shared_rows(params).items()}
 
 
 def given(body: Body, params: type[SamplingParams]) -> dict[str, Any]:

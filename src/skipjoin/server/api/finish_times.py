@@ -1,3 +1,5 @@
+"""Predictions of when the queue moves on."""
+
 from __future__ import annotations
 
 import math

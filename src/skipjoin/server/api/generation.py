@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -62,6 +62,7 @@ class Endpoint(ABC, Generic[BodyT]):
     tasks: ClassVar[Collection[Task]] = (Task.GENERATE,)
     operation: ClassVar[str] = "chat"
     body_type: type[BodyT]
+    format_type: Callable[[Service, Any, RequestOptions], Format]
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -123,7 +124,7 @@ class Endpoint(ABC, Generic[BodyT]):
             choices.append(self.choice(index, prompt, rules, body))
             if index % AT_ONCE == AT_ONCE - 1:
                 await asyncio.sleep(0)
-        form = self.format(body, options)
+        form = self.format_type(self.service, body, options)
         if options.trace is not None:
             trace = options.trace._replace(response_id=form.id, operation=self.operation)
             options = replace(options, trace=trace)
@@ -151,9 +152,6 @@ class Endpoint(ABC, Generic[BodyT]):
     @abstractmethod
     async def tokenize(self, body: BodyT, client: str) -> list[Prompt]:
         """Return one prompt per estimate. Constraints of one `client` wait for each other."""
-
-    @abstractmethod
-    def format(self, body: BodyT, options: RequestOptions) -> Format: ...
 
     async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
         return await self.service.expect([(prompt.ids, prompt.params) for prompt in prompts], owner)

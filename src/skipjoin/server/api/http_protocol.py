@@ -12,14 +12,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from skipjoin.routes import Access, paths
-from skipjoin.server.api.connections import (
-    ConnectionClient,
-    ConnectionLimits,
-    Connections,
-    HalfClosedWatch,
-    LingeringClose,
-    SlowReaderWatch,
-)
+from skipjoin.server.api import connections
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.tolerant_protocol import TolerantProtocol
 
@@ -50,8 +43,8 @@ class BoundedProtocol(TolerantProtocol):
     For a `LingeringClose`, it is the transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
-    limits: ConnectionLimits
-    pool: Connections
+    limits: connections.ConnectionLimits
+    pool: connections.Connections
     proxies: ProxyHeadersMiddleware
     # Data of chunks, which may have one byte each, to be joined. All connections share the list, because it is empty
     # between two calls.
@@ -72,11 +65,11 @@ class BoundedProtocol(TolerantProtocol):
     _unparsed: bytes | memoryview = b""  # held while earlier requests wait for their responses
     _parsing: asyncio.Handle | None = None
     _running: RequestResponseCycle | None = None
-    _half_closed: HalfClosedWatch | None = None  # set when the client sends nothing more
-    _lingering: LingeringClose | None = None  # set when further input is dropped
+    _half_closed: connections.HalfClosedWatch | None = None  # set when the client sends nothing more
+    _lingering: connections.LingeringClose | None = None  # set when further input is dropped
     _send_timer: asyncio.TimerHandle | None = None
-    _counted_client: ConnectionClient
-    _reader: SlowReaderWatch
+    _counted_client: connections.ConnectionClient
+    _reader: connections.SlowReaderWatch
 
     # -- the connection -----------------------------------------------------------------------------------
 
@@ -87,8 +80,8 @@ class BoundedProtocol(TolerantProtocol):
         self.client, self.scheme = get_remote_addr(transport), "http"
         self._made_at = self.loop.time()
         self.write = transport.write
-        self._counted_client = ConnectionClient(self, self.pool, self.limits, self.proxies)
-        self._reader = SlowReaderWatch(transport, self.loop, self.limits.write_s, self._on_slow_reader)
+        self._counted_client = connections.ConnectionClient(self, self.pool, self.limits, self.proxies)
+        self._reader = connections.SlowReaderWatch(transport, self.loop, self.limits.write_s, self._on_slow_reader)
         self.app_state = {**self.app_state, "on_owner": self._counted_client.count_owner}  # copied for each request
         if not self.pool.enter(self):
             self.pool.refused("no_room")
@@ -153,7 +146,7 @@ class BoundedProtocol(TolerantProtocol):
         self._expect_nothing()
         self._in_head, self._head_bytes = True, 0  # a head that was begun is dropped
         if self._half_closed is None:
-            self._half_closed = HalfClosedWatch(self.transport, self.loop, self._provoke_reset, self.abort)
+            self._half_closed = connections.HalfClosedWatch(self.transport, self.loop, self._provoke_reset, self.abort)
         return True
 
     def _provoke_reset(self) -> None:
@@ -389,15 +382,15 @@ class BoundedProtocol(TolerantProtocol):
         if not self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._reader.watch()
 
-    def _drop_from_now(self, max_bytes: int) -> LingeringClose:
+    def _drop_from_now(self, max_bytes: int) -> connections.LingeringClose:
         if self._lingering is not None:
             self._lingering.cancel()
         self._unparsed = b""
         self.pipeline.clear()
-        self._lingering = LingeringClose(self.transport, self.loop, self.limits, max_bytes, self._close)
+        self._lingering = connections.LingeringClose(self.transport, self.loop, self.limits, max_bytes, self._close)
         return self._lingering
 
-    def _drop(self, lingering: LingeringClose, n_bytes: int) -> None:
+    def _drop(self, lingering: connections.LingeringClose, n_bytes: int) -> None:
         lingering.drop(n_bytes)
         if lingering.is_exhausted:
             if lingering.has_begun:

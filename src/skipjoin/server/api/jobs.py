@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from msgspec import UNSET
 
@@ -29,20 +29,25 @@ _MANY_SCORED = 64
 AT_ONCE = 64
 
 
-class Format(Protocol):
-    """Its events are framed (`routes.Frames`), and may be empty or several."""
+class Format(ABC):
+    """Format of one response. Its events are framed (`routes.Frames`), and may be empty or several."""
 
     id: str
-    has_usage: bool
+    has_usage = False
 
-    def begin(self, usage: Usage) -> bytes: ...
+    def begin(self, usage: Usage) -> bytes:
+        return b""
 
-    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes: ...
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        return b""
 
-    def end(self, usage: Usage) -> bytes: ...
+    def end(self, usage: Usage) -> bytes:
+        return b""
 
-    def error(self, error: ApiError) -> bytes: ...
+    def error(self, error: ApiError) -> bytes:
+        return error.body()
 
+    @abstractmethod
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes: ...
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipjoin.server.api.errors import bad_request, overloaded
@@ -44,19 +45,17 @@ class QueuePlace(NamedTuple):
     estimate_s: float | None
 
 
+@dataclass(slots=True, eq=False)
 class AdmissionSlot:
     """Slot of one sequence from its admission to its end. All methods are idempotent."""
 
-    __slots__ = ("_admission", "_open", "client", "queue", "tokens", "waited_s", "weight")
-
-    def __init__(self, admission: Admission, tokens: int, client: str, weight: float, queue: QueuePlace) -> None:
-        self._admission = admission
-        self.tokens = tokens
-        self.client = client
-        self.weight = weight
-        self.queue = queue
-        self.waited_s: float | None = None
-        self._open = True
+    _admission: Admission
+    tokens: int
+    client: str
+    weight: float
+    queue: QueuePlace  # its place when it was admitted
+    waited_s: float | None = None  # in the queue; None before the first start
+    _open: bool = True
 
     @property
     def place(self) -> tuple[int, float | None]:

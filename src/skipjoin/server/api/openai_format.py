@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import cache
 from typing import Any
 
@@ -12,12 +12,13 @@ from skipjoin.engine.text import Choice
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.routes import OPENAI_EVENTS
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.jobs import Format
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import LOWEST_LOGPROB, Usage
 from skipjoin.server.api.service import Service
 
 
-class OpenAiFormat(ABC):
+class OpenAiFormat(Format):
     def __init__(self, service: Service, body: GenerationBody, prefix: str, service_tier: Any) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created, self.model, self.service_tier = int(time.time()), service.shown_model(body.model), service_tier
@@ -26,9 +27,6 @@ class OpenAiFormat(ABC):
         self._has_usage_at_end = body.usage_at_end
         self.no_usage: Any = None if body.usage_at_end else UNSET
         self.begun: set[Choice] = set()
-
-    def begin(self, usage: Usage) -> bytes:
-        return b""
 
     def end(self, usage: Usage) -> bytes:
         asked = self.event([], usage) if self._has_usage_at_end else b""
@@ -57,11 +55,7 @@ def prompt_scores(tokenizer: Tokenizer, choice: Choice, top: int | None) -> list
         ranked = {scored.token: ranked.get(scored.token, (scored.logprob, None)), **ranked}
         found.append(
             {
-                str(token): {
-                    "logprob": max(logprob, LOWEST_LOGPROB),
-                    "rank": rank,
-                    "decoded_token": text_of(token),
-                }
+                str(token): {"logprob": max(logprob, LOWEST_LOGPROB), "rank": rank, "decoded_token": text_of(token)}
                 for token, (logprob, rank) in ranked.items()
             }
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import starmap
@@ -18,23 +18,17 @@ from skipjoin.model.tokenizer import TooManyTokensError
 from skipjoin.pooling import Pooling, Task, cosine, values_of
 from skipjoin.routes import EMBEDDINGS, RERANK, SCORE
 from skipjoin.sampling import ContextLengthError, pooled
+from skipjoin.server.api import pooled_bodies
 from skipjoin.server.api.errors import ApiError, bad_request, from_parameter
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.jobs import Format
 from skipjoin.server.api.limits import estimate_tokens
-from skipjoin.server.api.pooled_bodies import (
-    EmbeddedBody,
-    EmbeddingRequest,
-    PairsBody,
-    PooledBody,
-    RerankRequest,
-    ScoreRequest,
-)
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
 
-PooledT = TypeVar("PooledT", bound=PooledBody)
-PairsT = TypeVar("PairsT", bound=PairsBody)
+PooledT = TypeVar("PooledT", bound=pooled_bodies.PooledBody)
+PairsT = TypeVar("PairsT", bound=pooled_bodies.PairsBody)
 # Texts that are tokenized at a time.
 _AT_ONCE = 32
 
@@ -56,27 +50,14 @@ class VectorChoice(Choice):
         return len(self.vector) // 4
 
 
-class PooledFormat(ABC):
+class PooledFormat(Format):
     """Format of a response that is never streamed."""
 
     prefix: str
-    has_usage = False
 
-    def __init__(self, service: Service, body: Any) -> None:
+    def __init__(self, service: Service, body: Any, options: RequestOptions) -> None:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.body, self._task = service.shown_model(body.model), body, service.info.task
-
-    def begin(self, usage: Usage) -> bytes:
-        return b""
-
-    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        return b""
-
-    def end(self, usage: Usage) -> bytes:
-        return b""
-
-    def error(self, error: ApiError) -> bytes:
-        return error.body()
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         vectors = [choice.vector for choice in texts if isinstance(choice, VectorChoice)]
@@ -129,10 +110,6 @@ class ScoreFormat(PooledFormat):
 
 class PooledEndpoint(Endpoint[PooledT]):
     operation = "embeddings"
-    format_type: type[PooledFormat]
-
-    def format(self, body: PooledT, options: RequestOptions) -> PooledFormat:
-        return self.format_type(self.service, body)
 
     async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
         return [Expectation() for _ in prompts]
@@ -167,18 +144,18 @@ class PooledEndpoint(Endpoint[PooledT]):
             self.service.check_prompt(ids, param)
 
 
-class EmbeddingEndpoint(PooledEndpoint[EmbeddedBody]):
+class EmbeddingEndpoint(PooledEndpoint[pooled_bodies.EmbeddedBody]):
     """Embed texts."""
 
     route = EMBEDDINGS
     tasks = (Task.EMBED,)
-    body_type: type[EmbeddedBody] = EmbeddingRequest
+    body_type: type[pooled_bodies.EmbeddedBody] = pooled_bodies.EmbeddingRequest
     format_type: type[PooledFormat] = EmbeddingFormat
 
-    def estimates(self, body: EmbeddedBody) -> list[int]:
+    def estimates(self, body: pooled_bodies.EmbeddedBody) -> list[int]:
         return [estimate_tokens(text) for text in body.inputs]
 
-    async def tokenize(self, body: EmbeddedBody, client: str) -> list[Prompt]:
+    async def tokenize(self, body: pooled_bodies.EmbeddedBody, client: str) -> list[Prompt]:
         largest = self.service.info.dimensions
         if body.dimensions is not None and body.dimensions > largest:
             raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
@@ -196,6 +173,7 @@ class PairsEndpoint(PooledEndpoint[PairsT]):
     """Scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
 
     tasks = (Task.EMBED, Task.SCORE)
+    _params: tuple[str, str]  # fields with the first and the second texts
 
     def estimates(self, body: PairsT) -> list[int]:
         if self.service.info.task is Task.EMBED:
@@ -221,30 +199,25 @@ class PairsEndpoint(PooledEndpoint[PairsT]):
         self.check_ids([prompt.ids for prompt in prompts], self._params[1])
         return prompts
 
-    @property
-    @abstractmethod
-    def _params(self) -> tuple[str, str]:
-        pass
 
-
-class RerankEndpoint(PairsEndpoint[RerankRequest]):
+class RerankEndpoint(PairsEndpoint[pooled_bodies.RerankRequest]):
     """Sort documents by how well they fit a query."""
 
     route = RERANK
-    body_type = RerankRequest
+    body_type = pooled_bodies.RerankRequest
     format_type = RankingFormat
     _params = ("query", "documents")
 
 
-class ScoreEndpoint(PairsEndpoint[ScoreRequest]):
+class ScoreEndpoint(PairsEndpoint[pooled_bodies.ScoreRequest]):
     """Score pairs of texts."""
 
     route = SCORE
-    body_type = ScoreRequest
+    body_type = pooled_bodies.ScoreRequest
     format_type = ScoreFormat
     _params = ("text_1", "text_2")
 
 
-def _texts(body: PairsBody) -> list[tuple[str, str]]:
+def _texts(body: pooled_bodies.PairsBody) -> list[tuple[str, str]]:
     firsts, seconds = body.firsts, body.seconds
     return [(firsts[first], seconds[second]) for first, second in body.pairs]

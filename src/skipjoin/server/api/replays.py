@@ -79,10 +79,7 @@ class Replays:
                     return
                 yield "progress", found
             code = await process.wait()
-            yield (
-                "failed",
-                {"message": f"the simulator ended without a result (code {code}); see the server's log"},
-            )
+            yield ("failed", {"message": f"the simulator ended without a result (code {code}); see the server's log"})
         finally:
             writing.cancel()
 

@@ -122,7 +122,7 @@ def service_of(request: Request) -> Service:
 
 
 async def open_body(request: Request, kind: type[RequestT]) -> tuple[Service, RequestT]:
-    """Return the service, if it accepts requests, and the body, if it has its model."""
+    """Return the service, if it accepts requests, and the body, if its model is known."""
     service = service_of(request)
     service.check_open()
     body = await service.parse(await json_body(request), kind)

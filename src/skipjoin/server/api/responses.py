@@ -43,6 +43,12 @@ class Usage(msgspec.Struct, frozen=True):
 # -- completions ----------------------------------------------------------------------------------------------
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+
+
 class CompletionLogprobs(msgspec.Struct):
     """Parallel lists, one entry per token. The first token of a prompt has no log-probability."""
 
@@ -62,10 +68,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class Completion(_Answer, frozen=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     service_tier: str | UnsetType = UNSET
@@ -81,10 +84,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class ChatTokenLogprob(TopLogprob, frozen=True):
     top_logprobs: list[TopLogprob]
 
 
@@ -112,10 +112,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatCompletion(_Answer, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str
@@ -140,10 +137,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    model: str
+class ChatChunk(_Answer, frozen=True):
     choices: list[ChunkChoice]
     service_tier: str
     usage: Usage | UnsetType | None = UNSET

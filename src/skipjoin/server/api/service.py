@@ -21,14 +21,7 @@ from skipjoin.model.folder import model_id
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.pooling import Task, wrong_task
-from skipjoin.sampling import (
-    BadWords,
-    ContextLengthError,
-    ParameterError,
-    SamplingParams,
-    ThinkingBudget,
-    check_ids,
-)
+from skipjoin.sampling import BadWords, ContextLengthError, ParameterError, SamplingParams, ThinkingBudget, check_ids
 from skipjoin.server.api.arrivals import ArrivalLog
 from skipjoin.server.api.errors import (
     ApiError,

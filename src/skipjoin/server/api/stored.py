@@ -26,8 +26,7 @@ class ResponseStore(Protocol):
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
-    async def items(self, owner: str, ids: Collection[str]) -> Mapping[str, dict[str, Any]]:
-        """Return the stored items among `ids`."""
+    async def items(self, owner: str, ids: Collection[str]) -> Mapping[str, dict[str, Any]]: ...
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Return whether the response existed."""

@@ -46,12 +46,7 @@ class BatchRows:
         self._session, self._db = session, session.db
 
     async def add(
-        self,
-        row: BatchRow,
-        idempotency_key: str | None = None,
-        *,
-        max_active: int = UNLIMITED,
-        quota: Quota = NO_QUOTA,
+        self, row: BatchRow, idempotency_key: str | None = None, *, max_active: int = UNLIMITED, quota: Quota = NO_QUOTA
     ) -> BatchRow:
         """Add a batch, or return the owner's earlier one with this idempotency key."""
         async with self._db.writing() as connection:

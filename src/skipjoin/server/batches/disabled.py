@@ -26,8 +26,6 @@ class NoBatches:
             if route.part is Part.BATCHES:
                 add_route(app, replace(route, handler=refuse, body=None, is_listed=False))
 
-    async def open(self) -> None:
-        pass
+    async def open(self) -> None: ...
 
-    async def close(self) -> None:
-        pass
+    async def close(self) -> None: ...

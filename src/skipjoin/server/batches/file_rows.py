@@ -8,18 +8,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from skipjoin.server.batches import records
 from skipjoin.server.batches.database import Session
 from skipjoin.server.batches.disk import Reserve
-from skipjoin.server.batches.records import (
-    NO_QUOTA,
-    BatchStatus,
-    FileRow,
-    NoSpace,
-    OwnerUsage,
-    Quota,
-    QuotaExceeded,
-    is_id,
-)
 from skipjoin.server.batches.tables import batches, files
 
 
@@ -27,7 +18,7 @@ class FileRows:
     def __init__(self, session: Session, reserve: Reserve) -> None:
         self._session, self._db, self._reserve = session, session.db, reserve
 
-    async def add(self, row: FileRow, quota: Quota = NO_QUOTA) -> None:
+    async def add(self, row: records.FileRow, quota: records.Quota = records.NO_QUOTA) -> None:
         async with self._db.writing() as connection:
             await self._session.alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
@@ -35,8 +26,8 @@ class FileRows:
             check_usage(used.files + 1, quota.count, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
-    async def get(self, owner: str, file_id: str) -> FileRow | None:
-        if not is_id(file_id):
+    async def get(self, owner: str, file_id: str) -> records.FileRow | None:
+        if not records.is_id(file_id):
             return None
         async with self._db.reading() as connection:
             query = sa.select(files).where(files.c.id == file_id, self._is_visible(owner))
@@ -51,7 +42,7 @@ class FileRows:
         after: str | None = None,
         limit: int = 10_000,
         order: str = "desc",
-    ) -> tuple[list[FileRow], bool]:
+    ) -> tuple[list[records.FileRow], bool]:
         """Return files in order of creation, and whether there are more.
 
         After a file that is gone, the first page follows, so that clients may delete page by page.
@@ -59,7 +50,7 @@ class FileRows:
         shown = self._is_visible(owner)
         if purpose is not None:
             shown = sa.and_(shown, files.c.purpose == purpose)
-        found: list[FileRow] = []
+        found: list[records.FileRow] = []
         async with self._db.reading() as connection:
             last = await seq_of(connection, files, owner, after)
             # In steps, because 10,000 rows would block the event loop.
@@ -71,24 +62,24 @@ class FileRows:
                 last = rows[-1]["seq"]
         return found[:limit], len(found) > limit
 
-    async def delete(self, owner: str, file_id: str) -> FileRow | None:
-        if not is_id(file_id):
+    async def delete(self, owner: str, file_id: str) -> records.FileRow | None:
+        if not records.is_id(file_id):
             return None
         try:
             return await self._delete(owner, file_id)
-        except NoSpace:
+        except records.NoSpace:
             if not self._reserve.release():
                 raise
         return await self._delete(owner, file_id)
 
-    async def _delete(self, owner: str, file_id: str) -> FileRow | None:
+    async def _delete(self, owner: str, file_id: str) -> records.FileRow | None:
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
         async with self._db.writing() as connection:
             deleted = await connection.execute(query.values(deleted_at=self._session.now()).returning(files))
             found = deleted.mappings().one_or_none()
         return None if found is None else _file(found)
 
-    async def usage_of(self, owner: str) -> OwnerUsage:
+    async def usage_of(self, owner: str) -> records.OwnerUsage:
         async with self._db.reading() as connection:
             return await usage_of(connection, owner)
 
@@ -115,11 +106,11 @@ class FileRows:
 
 _STEP = 500
 # States of unfinished batches.
-ACTIVE = [status for status in BatchStatus if not status.is_final]
+ACTIVE = [status for status in records.BatchStatus if not status.is_final]
 
 
 async def seq_of(connection: AsyncConnection, table: sa.Table, owner: str, row_id: str | None) -> int | None:
-    if row_id is None or not is_id(row_id):
+    if row_id is None or not records.is_id(row_id):
         return None
     query = sa.select(table.c.seq).where(table.c.id == row_id, table.c.owner == owner)
     found: int | None = await connection.scalar(query)
@@ -137,17 +128,17 @@ def page(
 
 def check_usage(used: int, most: int, unit: str) -> None:
     if used > most:
-        raise QuotaExceeded(
+        raise records.QuotaExceeded(
             f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"
         )
 
 
-async def usage_of(connection: AsyncConnection, owner: str) -> OwnerUsage:
+async def usage_of(connection: AsyncConnection, owner: str) -> records.OwnerUsage:
     own = sa.select(sa.func.sum(files.c.bytes), sa.func.count()).where(files.c.owner == owner)
     size, count = (await connection.execute(own)).one()
     results = sa.select(sa.func.sum(batches.c.result_bytes)).where(batches.c.owner == owner)
-    return OwnerUsage(int(size or 0) + int(await connection.scalar(results) or 0), count)
+    return records.OwnerUsage(int(size or 0) + int(await connection.scalar(results) or 0), count)
 
 
-def _file(row: RowMapping) -> FileRow:
-    return FileRow(**{name: row[name] for name in FileRow.__dataclass_fields__})
+def _file(row: RowMapping) -> records.FileRow:
+    return records.FileRow(**{name: row[name] for name in records.FileRow.__dataclass_fields__})

@@ -14,20 +14,10 @@ from starlette.responses import StreamingResponse
 
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response, limit_of, listed
+from skipjoin.server.batches import records
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.context import context_of
 from skipjoin.server.batches.file_rows import check_usage
-from skipjoin.server.batches.records import (
-    INPUT,
-    PURPOSES,
-    FileRow,
-    NoSpace,
-    Quota,
-    QuotaExceeded,
-    StoreError,
-    is_file_id,
-    new_file_id,
-)
 from skipjoin.server.batches.store import Store
 
 FILE = "file"
@@ -163,11 +153,11 @@ async def upload_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """List the files of this API key. Query: purpose, after, limit and order."""
     query = request.query_params
-    if (after := query.get("after")) is not None and not is_file_id(after):
+    if (after := query.get("after")) is not None and not records.is_file_id(after):
         _found(None, after, "after")
     found, has_more = await context_of(request).store.files.page(
         request.state.owner,
-        purpose=one_of(query, "purpose", PURPOSES, None),
+        purpose=one_of(query, "purpose", records.PURPOSES, None),
         after=after,
         limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
         order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
@@ -193,13 +183,13 @@ async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. Batches that read it continue."""
     context = context_of(request)
     row = _found(await context.store.files.delete(request.state.owner, file_id), file_id)
-    with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
+    with suppress(records.StoreError):  # the file is deleted, and the periodic task will remove its content
         await sweep(context.store, context.blobs)
     return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
-async def _read(request: Request) -> FileRow:
-    context, owner, file_id = context_of(request), request.state.owner, new_file_id()
+async def _read(request: Request) -> records.FileRow:
+    context, owner, file_id = context_of(request), request.state.owner, records.new_file_id()
     store, blobs = context.store, context.blobs
     quota = context.file_quota
     form = Form(request.headers.get("content-type"))
@@ -217,10 +207,10 @@ async def _read(request: Request) -> FileRow:
             if not writer.size:
                 raise bad_request("file must not be empty", FILE)
         now = store.now()
-        row = FileRow(
+        row = records.FileRow(
             id=file_id,
             owner=owner,
-            purpose=INPUT,
+            purpose=records.INPUT,
             filename=form.filename or "",
             bytes=writer.size,
             created_at=now,
@@ -246,10 +236,10 @@ def _counting(arriving: Counter[str], owner: str) -> Iterator[Any]:
         arriving[owner] -= arrived
 
 
-async def _add(store: Store, blobs: Blobs, row: FileRow, quota: Quota) -> None:
+async def _add(store: Store, blobs: Blobs, row: records.FileRow, quota: records.Quota) -> None:
     try:
         await store.files.add(row, quota)
-    except (QuotaExceeded, NoSpace):
+    except (records.QuotaExceeded, records.NoSpace):
         await blobs.delete(row.id)
         raise
     # If the connection broke, the row may exist, so the content stays. Without a row, it is deleted at the next start.
@@ -260,8 +250,8 @@ def read_fields(fields: Mapping[str, str]) -> int:
         raise bad_request(f"unknown or unsupported field {unknown!r}", unknown, "unknown_parameter")
     if "purpose" not in fields:
         raise bad_request("purpose is missing", "purpose")
-    if fields["purpose"] != INPUT:
-        raise bad_request(f"purpose must be {INPUT}, got {fields['purpose']!r}", "purpose")
+    if fields["purpose"] != records.INPUT:
+        raise bad_request(f"purpose must be {records.INPUT}, got {fields['purpose']!r}", "purpose")
     anchor, text = fields.get(_ANCHOR), fields.get(_SECONDS)
     if anchor is None and text is None:
         return EXPIRY_S[1]
@@ -274,7 +264,7 @@ def read_fields(fields: Mapping[str, str]) -> int:
     return int(text)
 
 
-def shown(row: FileRow) -> dict[str, Any]:
+def shown(row: records.FileRow) -> dict[str, Any]:
     return {
         **{name: getattr(row, name) for name in ("id", "bytes", "created_at", "expires_at", "filename", "purpose")},
         "object": "file",
@@ -291,11 +281,11 @@ def one_of(query: Mapping[str, str], name: str, known: tuple[str, ...], default:
     return query[name]
 
 
-async def find(store: Store, request: Request, file_id: str, param: str = "file_id") -> FileRow:
+async def find(store: Store, request: Request, file_id: str, param: str = "file_id") -> records.FileRow:
     return _found(await store.files.get(request.state.owner, file_id), file_id, param)
 
 
-def _found(row: FileRow | None, file_id: str, param: str = "file_id") -> FileRow:
+def _found(row: records.FileRow | None, file_id: str, param: str = "file_id") -> records.FileRow:
     if row is None:
         raise ApiError(404, f"there is no file {file_id[:64]!r}", param=param)
     return row

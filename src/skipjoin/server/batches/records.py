@@ -243,10 +243,5 @@ def request_id(batch_id: str, custom_id: str) -> str:
 
 
 def closed_line(batch_id: str, custom_id: str, state: LineState) -> bytes:
-    line = {
-        "id": request_id(batch_id, custom_id),
-        "custom_id": custom_id,
-        "response": None,
-        "error": _ERRORS[state],
-    }
+    line = {"id": request_id(batch_id, custom_id), "custom_id": custom_id, "response": None, "error": _ERRORS[state]}
     return msgspec.json.encode(line)

@@ -49,8 +49,7 @@ def window_s(text: str) -> int:
     seconds = int(found[1]) * _UNITS_S[found[2]] if found else 0
     if not 1 <= seconds <= _MAX_WINDOW_S:
         raise bad_request(
-            f"completion_window must be such as 24h, 90m or 20s, from 1s to 168h, got {text!r}",
-            "completion_window",
+            f"completion_window must be such as 24h, 90m or 20s, from 1s to 168h, got {text!r}", "completion_window"
         )
     return seconds
 
@@ -97,10 +96,7 @@ async def create_batch(request: Request) -> Response:
     body = await service.parse(await json_body(request), BatchRequest)
     row = _new_batch(body, await find(store, request, body.input_file_id, "input_file_id"), service, store.now())
     made = await store.batches.add(
-        row,
-        _idempotency_key(request),
-        max_active=context.config.batch_max_active_per_key,
-        quota=context.file_quota,
+        row, _idempotency_key(request), max_active=context.config.batch_max_active_per_key, quota=context.file_quota
     )
     _check_same(row, made)
     context.wake()

@@ -105,7 +105,7 @@ class Batches:
         """Open the store, or retry in the background if the disk is full or the database unreachable.
 
         Raises:
-            ConfigError: If the folder or database cannot be used.
+            ConfigError: If folder or database cannot be used.
         """
         folder = self._folder
         try:
@@ -147,8 +147,7 @@ class Batches:
         except BaseException:
             await store.close()
             raise
-        self._work = _work(self._service, store, blobs, self._most)
-        self._work.begin()
+        self._work = _Work(self._service, store, blobs, self._most)
         self.context.wake = self._work.wake
         self.context.open(store, blobs)
 
@@ -163,26 +162,30 @@ def _trouble(error: Exception) -> tuple[str, ...]:
     return ("files and batches cannot be used now; the server's log has the details",)
 
 
-@dataclass(slots=True)
 class _Work:
-    store: Store
-    blobs: Blobs
-    runner: Runner
-    results: ResultWriter
-    periodic_tasks: list[PeriodicTask]
-    tasks: list[asyncio.Task[None]]
-
-    def begin(self) -> None:
-        loops: list[Coroutine[Any, Any, None]] = [self.results.run(), self.runner.run()]
-        self.tasks = [asyncio.create_task(loop) for loop in (*loops, *(task.run() for task in self.periodic_tasks))]
+    def __init__(self, service: Service, store: Store, blobs: Blobs, most: int) -> None:
+        self._store, self._blobs = store, blobs
+        self._results = results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
+        self._runner = runner = Runner(service, store, blobs, results, most=most)
+        finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)
+        finish = PeriodicTask("ending batches", finalizer.finish_due, _LOOK_S)
+        results.on_written = lambda: None if runner.live else finish.wake()
+        self._periodic_tasks = [
+            finish,
+            PeriodicTask("validation", InputValidator(service, store, blobs, runner).take_new, _LOOK_S),
+            PeriodicTask("renewing leases", Leases(service, store, runner).renew, _RENEW_S),
+            PeriodicTask("removing files", partial(files.sweep, store, blobs), _SWEEP_S),
+        ]
+        loops: list[Coroutine[Any, Any, None]] = [results.run(), runner.run()]
+        self._tasks = [asyncio.create_task(loop) for loop in (*loops, *(task.run() for task in self._periodic_tasks))]
 
     def wake(self) -> None:
-        for task in self.periodic_tasks:
+        for task in self._periodic_tasks:
             task.wake()
 
     async def close(self) -> None:
         """If the store does not answer in time, the next start frees the lines."""
-        for step in (self._end, self.store.close):
+        for step in (self._end, self._store.close):
             try:
                 async with asyncio.timeout(_CLOSE_S):
                     await step()
@@ -190,32 +193,17 @@ class _Work:
                 _log.warning("the store of batches does not answer: lines that ran will run again")
             except StoreError as error:
                 _log.warning("the store of batches could not be notified of the end: %s", error)
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
-        self.blobs.close()
+        self._blobs.close()
 
     async def _end(self) -> None:
-        for task in self.tasks[2:]:  # the periodic tasks
+        for task in self._tasks[2:]:  # the periodic tasks
             task.cancel()
-        await self.runner.close()
-        self.results.close()
-        await asyncio.wait(self.tasks)
-        await self.results.flush()
-
-
-def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
-    results = ResultWriter(store, service.metrics, max_bytes=service.config.batch_max_bytes_per_key)
-    runner = Runner(service, store, blobs, results, most=most)
-    finalizer = OutputFinalizer(store, blobs, runner, results, service.metrics)
-    finish = PeriodicTask("ending batches", finalizer.finish_due, _LOOK_S)
-    results.on_written = lambda: None if runner.live else finish.wake()
-    periodic_tasks = [
-        finish,
-        PeriodicTask("validation", InputValidator(service, store, blobs, runner).take_new, _LOOK_S),
-        PeriodicTask("renewing leases", Leases(service, store, runner).renew, _RENEW_S),
-        PeriodicTask("removing files", partial(files.sweep, store, blobs), _SWEEP_S),
-    ]
-    return _Work(store, blobs, runner, results, periodic_tasks, [])
+        await self._runner.close()
+        self._results.close()
+        await asyncio.wait(self._tasks)
+        await self._results.flush()
 
 
 @dataclass(slots=True)

@@ -9,23 +9,11 @@ import msgspec
 
 from skipjoin.adapters import Adapter
 from skipjoin.observe.metric_snapshot import Snapshot
-from skipjoin.server.engines.messages import (
-    AdapterLoaded,
-    DescribeRequests,
-    FindHistories,
-    HistoriesFound,
-    LoadAdapter,
-    Ready,
-    RequestState,
-    RequestStates,
-    Stats,
-    ToEngine,
-    UnloadAdapter,
-)
+from skipjoin.server.engines import messages
 from skipjoin.server.engines.sequences import EngineSequence
 
-Question = DescribeRequests | FindHistories | LoadAdapter
-Reply = RequestStates | HistoriesFound | AdapterLoaded
+Question = messages.DescribeRequests | messages.FindHistories | messages.LoadAdapter
+Reply = messages.RequestStates | messages.HistoriesFound | messages.AdapterLoaded
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +21,9 @@ class ConnectedEngine:
     """`send` must not block or raise."""
 
     number: int
-    info: Ready
-    send: Callable[[ToEngine], None]
-    stats: Stats = field(default_factory=lambda: Stats(0, Snapshot.zero()))
+    info: messages.Ready
+    send: Callable[[messages.ToEngine], None]
+    stats: messages.Stats = field(default_factory=lambda: messages.Stats(0, Snapshot.zero()))
     sequences: dict[int, EngineSequence] = field(default_factory=dict)
     questions: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
     is_hung: bool = False
@@ -57,7 +45,7 @@ class LiveRequest(NamedTuple):
     label: str
     choice: int
     replica: int | None
-    state: RequestState
+    state: messages.RequestState
     owner: str
     adapter: str = ""
 
@@ -73,7 +61,7 @@ class LiveRequests(NamedTuple):
     silent: list[int]
 
 
-def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
+def live_requests(replica: ConnectedEngine, reply: messages.RequestStates) -> list[LiveRequest]:
     return [
         LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner, sequence.adapter)
         for state in reply.requests
@@ -82,7 +70,7 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
 
 
 def waiting_request(sequence: EngineSequence, now: float) -> LiveRequest:
-    state = RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
+    state = messages.RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
     return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner, sequence.adapter)
 
 
@@ -90,7 +78,7 @@ _Ask = Callable[[Callable[[int, ConnectedEngine], Question], float], Awaitable[R
 
 
 class EngineAdapters:
-    """Adapters that all engines have, also those that join later."""
+    """Adapters of all engines, also of those that join later."""
 
     def __init__(self, engines: Iterable[ConnectedEngine], ask: _Ask) -> None:
         self._engines, self._ask = engines, ask
@@ -102,11 +90,11 @@ class EngineAdapters:
         """Return why an engine cannot load an adapter, after all have unloaded it."""
         self._added[adapter.number] = adapter
         try:
-            replies = await self._ask(lambda number, engine: LoadAdapter(number, adapter), timeout_s)
+            replies = await self._ask(lambda number, engine: messages.LoadAdapter(number, adapter), timeout_s)
         except asyncio.CancelledError:
             self.unload(adapter.number)
             raise
-        errors = [reply.error for reply in replies.by_engine.values() if isinstance(reply, AdapterLoaded)]
+        errors = [reply.error for reply in replies.by_engine.values() if isinstance(reply, messages.AdapterLoaded)]
         if replies.silent:
             errors.append(f"adapter {adapter.name}: an engine did not load it within {timeout_s:g} s")
         error = next(filter(None, errors), "")
@@ -118,11 +106,11 @@ class EngineAdapters:
         if self._added.pop(number, None) is None:
             self._removed.append(number)
         for engine in self._engines:
-            engine.send(UnloadAdapter(number))
+            engine.send(messages.UnloadAdapter(number))
 
     def repeat(self, engine: ConnectedEngine, numbers: Iterator[int]) -> None:
         """Make the changes at an engine that joins."""
         for adapter in self._added.values():
-            engine.send(LoadAdapter(next(numbers), adapter))
+            engine.send(messages.LoadAdapter(next(numbers), adapter))
         for removed in self._removed:
-            engine.send(UnloadAdapter(removed))
+            engine.send(messages.UnloadAdapter(removed))

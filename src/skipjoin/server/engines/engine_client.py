@@ -16,6 +16,7 @@ from skipjoin.engine.text import Output
 from skipjoin.observe.metric_snapshot import Snapshot, merged
 from skipjoin.policies.dispatch import PrefixAware
 from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.server.engines import messages
 from skipjoin.server.engines.connected_engine import (
     ConnectedEngine,
     EngineAdapters,
@@ -28,21 +29,6 @@ from skipjoin.server.engines.connected_engine import (
 )
 from skipjoin.server.engines.crash_isolation import CrashIsolation
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
-from skipjoin.server.engines.messages import (
-    Abort,
-    AdapterLoaded,
-    DescribeRequests,
-    FromEngine,
-    HistoriesFound,
-    PromptScores,
-    Ready,
-    Reforecast,
-    Refused,
-    RequestStates,
-    Stats,
-    StepOutputs,
-    ToEngine,
-)
 from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
 
@@ -120,7 +106,7 @@ class EngineClient:
 
     # -- engines ------------------------------------------------------------------------------------------
 
-    def join(self, info: Ready, send: Callable[[ToEngine], None]) -> ConnectedEngine:
+    def join(self, info: messages.Ready, send: Callable[[messages.ToEngine], None]) -> ConnectedEngine:
         number = next(number for number in itertools.count() if number not in self._replicas)
         replica = self._replicas[number] = ConnectedEngine(number, info, send)
         self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
@@ -163,21 +149,21 @@ class EngineClient:
         for replica in list(self._replicas.values()):
             self.lose(replica)
 
-    def receive(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        if isinstance(message, StepOutputs):
+    def receive(self, replica: ConnectedEngine, message: messages.FromEngine) -> None:
+        if isinstance(message, messages.StepOutputs):
             self.steps += 1
             self._deliver(replica, message)
-        elif isinstance(message, PromptScores):
+        elif isinstance(message, messages.PromptScores):
             if (sequence := replica.sequences.get(message.id)) is not None:
                 sequence.scores.extend(message.scores)
-        elif isinstance(message, Stats):
+        elif isinstance(message, messages.Stats):
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
-        elif isinstance(message, RequestStates | HistoriesFound | AdapterLoaded):
+        elif isinstance(message, messages.RequestStates | messages.HistoriesFound | messages.AdapterLoaded):
             if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
                 question.set_result(message)
-        elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
+        elif isinstance(message, messages.Refused) and (sequence := replica.sequences.get(message.id)) is not None:
             sequence.mailbox.fail(RefusedError(message.text, message.param))
             self._close(sequence, FinishReason.ABORT)
 
@@ -231,7 +217,7 @@ class EngineClient:
     def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
         sequence.request.progress.expect(forecast)
         if (replica := self._places.get(sequence.id)) is not None:
-            replica.send(Reforecast(sequence.id, forecast))
+            replica.send(messages.Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
         """Abort the unfinished ones. They get no more outputs."""
@@ -270,17 +256,17 @@ class EngineClient:
         ]
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        replies = await self.ask(lambda number, engine: DescribeRequests(number, has_facts=True), timeout_s)
+        replies = await self.ask(lambda number, engine: messages.DescribeRequests(number, has_facts=True), timeout_s)
         found = self.without_engine()
         for replica, reply in replies.by_engine.items():
-            assert isinstance(reply, RequestStates)
+            assert isinstance(reply, messages.RequestStates)
             found += live_requests(replica, reply)
         return LiveRequests(found, replies.silent)
 
     # -- inside -------------------------------------------------------------------------------------------
 
     def _prefix(
-        self, info: Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
+        self, info: messages.Ready, params: SamplingParams, options: RequestOptions, like: EngineSequence | None
     ) -> ContentPrefix | None:
         if self.wanted == 1 or not info.caches_prefixes or params.prompt_logprobs is not None:
             return None
@@ -327,7 +313,7 @@ class EngineClient:
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
 
-    def _deliver(self, replica: ConnectedEngine, step: StepOutputs) -> None:
+    def _deliver(self, replica: ConnectedEngine, step: messages.StepOutputs) -> None:
         sequences, details, generated = replica.sequences, step.details, self._dispatch.generated
         for request_id in step.started:
             if (sequence := sequences.get(request_id)) is not None:
@@ -365,7 +351,7 @@ class EngineClient:
                 gone.setdefault(replica, []).append(sequence.id)
         if not self.dead:
             for replica, ids in gone.items():
-                replica.send(Abort(ids, reason))
+                replica.send(messages.Abort(ids, reason))
 
     def _close(self, sequence: EngineSequence, reason: FinishReason) -> ConnectedEngine | None:
         replica = self._places.pop(sequence.id)

@@ -12,14 +12,7 @@ from skipjoin.observe.explanation import standing
 from skipjoin.observe.histories import HistoryLog
 from skipjoin.observe.steps import StepLog
 from skipjoin.policies.cost import LinearCost
-from skipjoin.server.engines.messages import (
-    DescribeRequests,
-    FindHistories,
-    HistoriesFound,
-    RequestGroup,
-    RequestState,
-    RequestStates,
-)
+from skipjoin.server.engines import messages
 
 # Events that are observed at once, which bounds how long that takes.
 MAX_EVENTS = 512
@@ -30,10 +23,7 @@ MAX_FINISHED = 256
 
 
 class EventBuffer:
-    """Collects events for observers, which steps evict from the processor's caches.
-
-    A visit per step would cost several times as much.
-    """
+    """Collects events for observers, which steps evict from the processor's caches."""
 
     def __init__(self, observers: Sequence[Callable[[Sequence[Event]], None]] = ()) -> None:
         self._observers = observers
@@ -65,18 +55,18 @@ class EngineObserver:
 
     def describe(
         self,
-        question: DescribeRequests,
+        question: messages.DescribeRequests,
         core: EngineCore,
         now: float,
         cost: LinearCost | None = None,
         between_steps_s: float = 0.0,
-    ) -> RequestStates:
+    ) -> messages.RequestStates:
         histories, after, begin = self._histories, question.finished_after, time.thread_time()
         if question.has_steps:
             self._watched_until = now + WATCHED_S
         elif now > self._watched_until:
             self._watched_until = -math.inf
-        return RequestStates(
+        return messages.RequestStates(
             question.id,
             describe(core, now, question.rows, has_facts=question.has_facts),
             group(core.requests.values(), core),
@@ -89,11 +79,11 @@ class EngineObserver:
             between_steps_s,
         )
 
-    def find(self, question: FindHistories, core: EngineCore, now: float) -> HistoriesFound:
+    def find(self, question: messages.FindHistories, core: EngineCore, now: float) -> messages.HistoriesFound:
         histories = self._histories
         if question.numbers is None:
             recent = histories.recent(now - question.since_s, now)
-            return HistoriesFound(
+            return messages.HistoriesFound(
                 question.id, now, [history for history, _ in zip(recent, range(question.most), strict=False)]
             )
         found = [
@@ -108,10 +98,12 @@ class EngineObserver:
             request.id: standing(request, live.values(), policies.ordering, policies.explain(request, now, core.kv))
             for request in asked
         }
-        return HistoriesFound(question.id, now, found, competitors, standings)
+        return messages.HistoriesFound(question.id, now, found, competitors, standings)
 
 
-def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False) -> list[RequestState]:
+def describe(
+    core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False
+) -> list[messages.RequestState]:
     # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
     explain = core.scheduler.policies.explain
@@ -121,7 +113,7 @@ def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts
     ]
 
 
-def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
+def group(requests: Iterable[Request], core: EngineCore) -> list[messages.RequestGroup]:
     counts: dict[tuple[ServiceClass, str, str | None], list[int]] = {}
     for request in requests:
         held, wait = core.kv.blocks_of(request), core.wait_of(request)
@@ -131,15 +123,15 @@ def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
         if held is not None:
             count[1] += len(held.device)
             count[2] += len(held.cpu)
-    return [RequestGroup(*key, *count) for key, count in counts.items()]
+    return [messages.RequestGroup(*key, *count) for key, count in counts.items()]
 
 
-def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> RequestState:
+def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> messages.RequestState:
     held, wait = core.kv.blocks_of(request), core.wait_of(request)
     blocks = {} if held is None else {"device_blocks": len(held.device), "cpu_blocks": len(held.cpu)}
     if wait is not None:
         blocks["short_blocks"] = wait.short
-    return RequestState.of(
+    return messages.RequestState.of(
         request,
         now,
         state_name(core, request),

@@ -27,32 +27,11 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, TokenDetail
 from skipjoin.server import logs
+from skipjoin.server.engines import messages
 from skipjoin.server.engines.engine_observer import EngineObserver, EventBuffer
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
 from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
-from skipjoin.server.engines.messages import (
-    Abort,
-    AdapterLoaded,
-    Add,
-    DescribeRequests,
-    EngineFailed,
-    FindHistories,
-    FromEngine,
-    ListenerKey,
-    LoadAdapter,
-    LoadProgress,
-    PromptScores,
-    Ready,
-    Reforecast,
-    Refused,
-    Setup,
-    Shutdown,
-    Stats,
-    StepOutputs,
-    ToEngine,
-    UnloadAdapter,
-)
 from skipjoin.server.engines.self_checks import StallWatch, recover_blocks
 from skipjoin.server.engines.timeline_writer import TimelineWriter
 from skipjoin.system.garbage import resume_garbage_collection
@@ -73,16 +52,16 @@ class StepOutputsBuilder:
     def arrived(self, request_id: int) -> None:
         self._new.add(request_id)
 
-    def begin(self, plan: StepPlan) -> StepOutputs | None:
+    def begin(self, plan: StepPlan) -> messages.StepOutputs | None:
         new = [slice_ for slice_ in plan.slices if slice_.request.id in self._new] if self._new else []
         started = [slice_.request.id for slice_ in new]
         self._new.difference_update(started)
         # The first slice of a request begins after its prefix-cache hits.
         cached = {slice_.request.id: slice_.start for slice_ in new if slice_.start}
-        return StepOutputs(started=started, cached=cached) if started else None
+        return messages.StepOutputs(started=started, cached=cached) if started else None
 
-    def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        out = StepOutputs()
+    def fold(self, events: Iterable[Event]) -> messages.StepOutputs | None:
+        out = messages.StepOutputs()
         for event in events:
             if isinstance(event, Token):
                 if event.detail is not None:
@@ -113,7 +92,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 OnProgress = Callable[[str, float], None]
-LoadEngine = Callable[[Setup, OnProgress], "tuple[EngineLoop, Ready]"]
+LoadEngine = Callable[[messages.Setup, OnProgress], "tuple[EngineLoop, messages.Ready]"]
 
 
 class Recorder(Protocol):
@@ -140,15 +119,15 @@ class EngineServer:
         self._is_linked = is_linked
         self._is_cut = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(messages.ToEngine)
         self._builder = StepOutputsBuilder()
         self._observer = EngineObserver()
         self._events = EventBuffer()
-        self._sent: Stats | None = None
+        self._sent: messages.Stats | None = None
         self._sent_at = 0.0
         self._stopping = False
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: messages.FromEngine) -> None:
         """Queue a message without blocking. Without a connection it is lost."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -157,7 +136,7 @@ class EngineServer:
 
     def progress(self, what: str, share: float) -> None:
         self.heartbeat.turned()
-        self.send(LoadProgress(what, share))
+        self.send(messages.LoadProgress(what, share))
 
     @property
     def is_alone(self) -> bool:
@@ -200,10 +179,10 @@ class EngineServer:
         if not events and not loop.idle and time.monotonic() - begin < SPIN_S:
             self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
 
-    def _send_step(self, step: StepOutputs) -> None:
+    def _send_step(self, step: messages.StepOutputs) -> None:
         for position, (chosen, prompt, vector) in list(step.details.items()):
             for at in range(0, len(prompt), SCORES_AT_ONCE):
-                self.send(PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
+                self.send(messages.PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
             step.details[position] = TokenDetail(chosen, vector=vector)
         self.send(step)
 
@@ -228,25 +207,25 @@ class EngineServer:
         while not self._socket.poll(0) and loop.calibrate() and time.monotonic() < until:
             self.heartbeat.turned()
 
-    def _handle(self, loop: EngineLoop, message: ToEngine) -> None:
-        if isinstance(message, Add):
+    def _handle(self, loop: EngineLoop, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Add):
             self._add(loop, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, messages.Abort):
             for request_id in message.ids:
                 loop.abort(request_id, message.reason)
-        elif isinstance(message, Shutdown):
+        elif isinstance(message, messages.Shutdown):
             self._stopping = True
-        elif isinstance(message, Reforecast):
+        elif isinstance(message, messages.Reforecast):
             loop.reforecast(message.id, message.forecast)
-        elif isinstance(message, DescribeRequests):
+        elif isinstance(message, messages.DescribeRequests):
             self._events.flush()
             self.send(self._observer.describe(message, loop.core, time.monotonic(), loop.cost, loop.between_steps_s))
-        elif isinstance(message, FindHistories):
+        elif isinstance(message, messages.FindHistories):
             self._events.flush()
             self.send(self._observer.find(message, loop.core, time.monotonic()))
-        elif isinstance(message, LoadAdapter):
-            self.send(AdapterLoaded(message.id, self._load_adapter(loop, message.adapter)))
-        elif isinstance(message, UnloadAdapter):
+        elif isinstance(message, messages.LoadAdapter):
+            self.send(messages.AdapterLoaded(message.id, self._load_adapter(loop, message.adapter)))
+        elif isinstance(message, messages.UnloadAdapter):
             loop.unload_adapter(message.number)
 
     @staticmethod
@@ -259,7 +238,7 @@ class EngineServer:
         logger.info("adapter %s is loaded: %.1f MiB", adapter.name, loop.adapter_bytes[adapter.number] / (1 << 20))
         return ""
 
-    def _add(self, loop: EngineLoop, message: Add) -> None:
+    def _add(self, loop: EngineLoop, message: messages.Add) -> None:
         try:
             loop.add(
                 message.id,
@@ -272,9 +251,9 @@ class EngineServer:
             )
             self._builder.arrived(message.id)
         except ParameterError as error:
-            self.send(Refused(message.id, error.param, str(error)))
+            self.send(messages.Refused(message.id, error.param, str(error)))
         except RequestTooLargeError as error:
-            self.send(Refused(message.id, "max_tokens", str(error)))
+            self.send(messages.Refused(message.id, "max_tokens", str(error)))
 
     def _send_stats(self, loop: EngineLoop, metrics: EngineMetrics, *, at_once: bool) -> None:
         now = time.monotonic()
@@ -297,7 +276,7 @@ class EngineServer:
             metrics.measured({"kv_bidirectional_blocks": [kv.sharing.bidirectional_blocks]})
         if (measured := loop.core.scheduler.policies.measured) is not None:
             metrics.measured(measured.measure(now))
-        stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
+        stats = messages.Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)
             self._sent, self._sent_at = stats, now
@@ -317,7 +296,7 @@ def serve_engine(load: LoadEngine) -> int:
     Return 0 after `Shutdown`, 1 after a failure or a broken link, `ORPHANED` without an API process.
     """
     logs.configure_engine()
-    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Setup)
     die_with_parent(setup.parent)
     print_stacks()
     # Ctrl-C and service managers signal all processes, but the API process decides when the engine stops.
@@ -325,7 +304,7 @@ def serve_engine(load: LoadEngine) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
     try:
-        socket, is_linked = _connect(context, setup)
+        socket, is_linked = _connect(context, setup.at)
     except NoAnswerError as error:
         logger.error("the engine ends: %s", error)
         return ORPHANED
@@ -346,7 +325,7 @@ def serve_engine(load: LoadEngine) -> int:
         is_setting = isinstance(error, ConfigError | ModelError)  # the text is enough without a stack trace
         if not is_setting:
             logger.exception("the engine failed")
-        server.send(EngineFailed(str(error) if is_setting else describe_error(error)))
+        server.send(messages.EngineFailed(str(error) if is_setting else describe_error(error)))
         socket.close(linger=1000)
         return 1
     finally:
@@ -355,7 +334,7 @@ def serve_engine(load: LoadEngine) -> int:
         _destroy(context)
 
 
-def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorders: list[Recorder]) -> None:
+def _load_and_run(load: LoadEngine, setup: messages.Setup, server: EngineServer, recorders: list[Recorder]) -> None:
     loop, ready = load(setup, server.progress)
     if setup.config.otlp_traces_endpoint is not None:
         from skipjoin.server.engines.tracing import TraceWriter  # noqa: PLC0415 (needs an extra)
@@ -385,11 +364,13 @@ def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     ending.join(_DESTROY_S)
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], setup: Setup) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
-    if isinstance(setup.at, ListenerKey):
-        return connect(context, setup.at)
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], at: str | messages.ListenerKey
+) -> tuple[zmq.Socket[bytes], Callable[[], bool]]:
+    if isinstance(at, messages.ListenerKey):
+        return connect(context, at)
     socket = context.socket(zmq.PAIR)
     # Without a high-water mark sends never block. Admission bounds the messages in transit.
     socket.set_hwm(0)
-    socket.connect(setup.at)
+    socket.connect(at)
     return socket, lambda: True  # the API process is the parent, which `run` checks

@@ -1,6 +1,6 @@
 """Supervision of replicas, which are Ray actors.
 
-Ray does not restart them: it does not notice a hung engine, and notices an unreachable machine late.
+Ray does not restart them: it notices no hung engine, and an unreachable machine late.
 """
 
 from __future__ import annotations

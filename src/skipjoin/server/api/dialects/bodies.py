@@ -110,9 +110,9 @@ def only_type(tool: Any) -> Any:
 
 
 def hosted_kind(tool: Any, prefixes: tuple[str, ...]) -> str | None:
-    """Return the type of a tool that a provider's server runs, or None.
+    """Return the type of a tool that a provider's server runs. Agents offer them to every server.
 
-    Agents offer them to every server. Beside functions they are left out; alone they are refused.
+    Beside functions they are left out; alone they are refused.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     return kind if isinstance(kind, str) and kind.startswith(prefixes) else None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from skipjoin.server.api.chat_prompt import render_chat
 from skipjoin.server.api.dialects.bodies import ConvertedBody
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.jobs import Format
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.tokens import MAX_TOKENS
@@ -120,11 +121,10 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
         return self._chat.reader(body.chat, prompt)
 
 
-class ConvertedFormat(ABC):
+class ConvertedFormat(Format):
     """Format of one message in segments; see `generation.Format`."""
 
     prefix: str
-    has_usage = False
 
     def __init__(self, service: Service, body: ConvertedBody) -> None:
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
@@ -144,8 +144,7 @@ class ConvertedFormat(ABC):
         return encode(self.complete(usage))
 
     @abstractmethod
-    def complete(self, usage: Usage) -> dict[str, Any]:
-        pass
+    def complete(self, usage: Usage) -> dict[str, Any]: ...
 
     def take_logprobs(self) -> list[ChatTokenLogprob]:
         if self.top is None or self.started is None:

@@ -67,29 +67,6 @@ _NAMES = {
 }
 
 
-class MessagesEndpoint(ConvertedEndpoint[MessagesRequest]):
-    """Generate the next message of a conversation in Anthropic's format."""
-
-    route = MESSAGES
-    body_type = MessagesRequest
-    names: ClassVar[Mapping[str, str]] = _NAMES
-    ends_with_context = True  # clients have a fixed maximum, whatever the model
-
-    def format(self, body: MessagesRequest, options: RequestOptions) -> MessagesFormat:
-        return MessagesFormat(self.service, body, options)
-
-
-async def count_tokens(request: Request) -> Response:
-    """Return the number of tokens of a prompt in Anthropic's format."""
-    service, body = await open_body(request, MessagesRequest)
-    tokens = estimate_chat(body.chat)
-
-    async def count() -> bytes:
-        return encode({"input_tokens": await prompt_tokens(service, body.chat, _NAMES)})
-
-    return await counted(service, request, tokens, "messages", count)
-
-
 class MessagesFormat(ConvertedFormat):
     prefix = "msg_"
 
@@ -147,6 +124,27 @@ class MessagesFormat(ConvertedFormat):
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
+
+
+class MessagesEndpoint(ConvertedEndpoint[MessagesRequest]):
+    """Generate the next message of a conversation in Anthropic's format."""
+
+    route = MESSAGES
+    body_type = MessagesRequest
+    format_type = MessagesFormat
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    ends_with_context = True  # clients have a fixed maximum, whatever the model
+
+
+async def count_tokens(request: Request) -> Response:
+    """Return the number of tokens of a prompt in Anthropic's format."""
+    service, body = await open_body(request, MessagesRequest)
+    tokens = estimate_chat(body.chat)
+
+    async def count() -> bytes:
+        return encode({"input_tokens": await prompt_tokens(service, body.chat, _NAMES)})
+
+    return await counted(service, request, tokens, "messages", count)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

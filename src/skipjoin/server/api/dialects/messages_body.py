@@ -12,11 +12,7 @@ from pydantic_core import PydanticCustomError
 from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.sampling import INT32
 from skipjoin.server.api.chat_body import ChatRequest
-from skipjoin.server.api.conversation import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    check_unique,
-)
+from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, check_unique
 from skipjoin.server.api.dialects.bodies import (
     ConvertedBody,
     HostedTool,

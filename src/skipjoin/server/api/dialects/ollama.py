@@ -67,109 +67,17 @@ def _loaded(endpoint: Endpoint[Any], body: RequestBody, answer: Mapping[str, Any
     return {**shown, **answer, "done": True, "done_reason": "load"}
 
 
-class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
-    """Generate the next message of a conversation in Ollama's format."""
-
-    route = OLLAMA_CHAT
-    body_type = OllamaChatRequest
-    names: ClassVar[Mapping[str, str]] = _NAMES
-    ends_with_context = True
-
-    def ready(self, body: OllamaChatRequest) -> dict[str, Any] | None:
-        return _loaded(self, body, {"message": {"role": "assistant", "content": ""}}) if body.only_loads else None
-
-    def format(self, body: OllamaChatRequest, options: RequestOptions) -> OllamaFormat:
-        return OllamaFormat(self.service, body, is_chat=True)
-
-
-class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
-    """Generate the answer to a prompt in Ollama's format."""
-
-    route = OLLAMA_GENERATE
-    body_type = OllamaGenerateRequest
-    names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
-    ends_with_context = True
-
-    def ready(self, body: OllamaGenerateRequest) -> dict[str, Any] | None:
-        return _loaded(self, body, {"response": ""}) if body.only_loads else None
-
-    async def tokenize(self, body: OllamaGenerateRequest, client: str) -> list[Prompt]:
-        if not body.raw:
-            return await super().tokenize(body, client)
-        service, chat = self.service, body.chat
-        try:
-            ids = await service.encode(body.prompt or "", "prompt")
-            room = service.room_after(ids, "prompt")
-            params = service.sampling(
-                chat,
-                max_tokens=room if chat.max_tokens is None else min(room, chat.max_tokens),
-                logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
-                prompt_logprobs=None,
-                structured=await service.structured_output(chat, client),
-            )
-        except ApiError as error:
-            raise renamed(error, self.names) from None
-        return [Prompt(ids, None, params)]
-
-    def reader(self, body: OllamaGenerateRequest, prompt: Prompt) -> MessageReader | None:
-        return None if body.raw else super().reader(body, prompt)
-
-    def format(self, body: OllamaGenerateRequest, options: RequestOptions) -> OllamaFormat:
-        return OllamaFormat(self.service, body, is_chat=False)
-
-
-class OllamaEmbedFormat(PooledFormat):
-    prefix = "ollama"
-
-    def __init__(self, service: Service, body: EmbeddedBody) -> None:
-        super().__init__(service, body)
-        self._began = time.monotonic_ns()
-
-    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "embeddings": [values_of(vector).tolist() for vector in vectors],
-            "total_duration": time.monotonic_ns() - self._began,
-            "load_duration": 0,
-            "prompt_eval_count": usage["prompt_tokens"],
-        }
-
-
-class OllamaEmbedEndpoint(EmbeddingEndpoint):
-    """Embed texts in Ollama's format."""
-
-    route = OLLAMA_EMBED
-    body_type = OllamaEmbedRequest
-    format_type = OllamaEmbedFormat
-
-
-class OllamaEmbeddingFormat(PooledFormat):
-    prefix = "ollama"
-
-    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
-        return {"embedding": values_of(vectors[0]).tolist()}
-
-
-class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
-    """Embed a text in the older of Ollama's formats."""
-
-    route = OLLAMA_EMBEDDINGS
-    body_type = OllamaEmbeddingRequest
-    format_type = OllamaEmbeddingFormat
-
-
 class OllamaFormat(ConvertedFormat):
     """Each event is a line of JSON."""
 
     prefix = "ollama-"
 
-    def __init__(self, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, *, is_chat: bool) -> None:
+    def __init__(
+        self, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, options: RequestOptions
+    ) -> None:
         super().__init__(service, body)
-        self._is_chat = is_chat
+        self._is_chat = isinstance(body, OllamaChatRequest)
         self._began = self._first = time.monotonic_ns()
-
-    def begin(self, usage: Usage) -> bytes:
-        return b""
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
         if self.started is None:
@@ -228,6 +136,93 @@ class OllamaFormat(ConvertedFormat):
             "eval_count": usage.completion_tokens,
             "eval_duration": now - self._first,
         }
+
+
+class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
+    """Generate the next message of a conversation in Ollama's format."""
+
+    route = OLLAMA_CHAT
+    body_type = OllamaChatRequest
+    format_type = OllamaFormat
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    ends_with_context = True
+
+    def ready(self, body: OllamaChatRequest) -> dict[str, Any] | None:
+        return _loaded(self, body, {"message": {"role": "assistant", "content": ""}}) if body.only_loads else None
+
+
+class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
+    """Generate the answer to a prompt in Ollama's format."""
+
+    route = OLLAMA_GENERATE
+    body_type = OllamaGenerateRequest
+    format_type = OllamaFormat
+    names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
+    ends_with_context = True
+
+    def ready(self, body: OllamaGenerateRequest) -> dict[str, Any] | None:
+        return _loaded(self, body, {"response": ""}) if body.only_loads else None
+
+    async def tokenize(self, body: OllamaGenerateRequest, client: str) -> list[Prompt]:
+        if not body.raw:
+            return await super().tokenize(body, client)
+        service, chat = self.service, body.chat
+        try:
+            ids = await service.encode(body.prompt or "", "prompt")
+            room = service.room_after(ids, "prompt")
+            params = service.sampling(
+                chat,
+                max_tokens=room if chat.max_tokens is None else min(room, chat.max_tokens),
+                logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+                prompt_logprobs=None,
+                structured=await service.structured_output(chat, client),
+            )
+        except ApiError as error:
+            raise renamed(error, self.names) from None
+        return [Prompt(ids, None, params)]
+
+    def reader(self, body: OllamaGenerateRequest, prompt: Prompt) -> MessageReader | None:
+        return None if body.raw else super().reader(body, prompt)
+
+
+class OllamaEmbedFormat(PooledFormat):
+    prefix = "ollama"
+
+    def __init__(self, service: Service, body: EmbeddedBody, options: RequestOptions) -> None:
+        super().__init__(service, body, options)
+        self._began = time.monotonic_ns()
+
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "embeddings": [values_of(vector).tolist() for vector in vectors],
+            "total_duration": time.monotonic_ns() - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+        }
+
+
+class OllamaEmbedEndpoint(EmbeddingEndpoint):
+    """Embed texts in Ollama's format."""
+
+    route = OLLAMA_EMBED
+    body_type = OllamaEmbedRequest
+    format_type = OllamaEmbedFormat
+
+
+class OllamaEmbeddingFormat(PooledFormat):
+    prefix = "ollama"
+
+    def made(self, vectors: Sequence[bytes], usage: dict[str, int]) -> dict[str, Any]:
+        return {"embedding": values_of(vectors[0]).tolist()}
+
+
+class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
+    """Embed a text in the older of Ollama's formats."""
+
+    route = OLLAMA_EMBEDDINGS
+    body_type = OllamaEmbeddingRequest
+    format_type = OllamaEmbeddingFormat
 
 
 def _arguments(text: str) -> Any:

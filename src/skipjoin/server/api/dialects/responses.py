@@ -35,114 +35,6 @@ _TYPES = {PartKind.TEXT: "message", PartKind.REASONING: "reasoning", PartKind.CA
 _PARTS = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
-class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
-    """Generate the next items of a conversation, which the client or the server's store keeps."""
-
-    route = RESPONSES
-    body_type = ResponsesRequest
-    names: ClassVar[Mapping[str, str]] = {
-        r"messages(\..*)?": "input",
-        "max_completion_tokens": "max_output_tokens",
-        "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
-    }
-
-    async def prepare(self, body: ResponsesRequest, origin: Origin) -> Job:
-        store, references = self.service.stored_responses, body.references.values()
-        body = await _restored(self.service, body, origin.owner)
-        if body.store is None:  # lines of batches would replace what agents go on with
-            body.store = store is not None and origin.queue is None
-        try:
-            job = await super().prepare(body, origin)
-        except ApiError as error:
-            if error.code == CONTEXT_LENGTH and error.param == self.route.prompt and body.truncation != "auto":
-                error.message += '; truncation: "auto" leaves out the oldest turns'
-            raise
-        form = job.format
-        if store is None or not body.store:
-            return job
-        assert isinstance(form, ResponsesFormat)
-
-        async def keep() -> None:
-            stored = await self.service.in_thread(form.stored)
-            output = [item["id"] for item in stored.response["output"]]
-            await store.add(origin.owner, stored, [*references, *output])
-
-        return replace(job, keep=keep)
-
-    async def tokenize(self, body: ResponsesRequest, client: str) -> list[Prompt]:
-        try:
-            return await super().tokenize(body, client)
-        except ApiError as error:
-            if body.truncation != "auto" or error.code != CONTEXT_LENGTH:
-                raise
-            return await self._tokenize_shortened(body, client, error)
-
-    async def _tokenize_shortened(self, body: ResponsesRequest, client: str, error: ApiError) -> list[Prompt]:
-        """Drop the fewest oldest turns so that the rest fits."""
-        found: list[Prompt] | None = None
-        kept, few, many = body.chat, 0, len(body.chat.messages)
-        while many - few > 1:
-            count = (few + many) // 2
-            if (chat := body.shortened(count)) is None:
-                many = count
-                continue
-            try:
-                found = await self.tokenize_chat(chat, body, client)
-            except ApiError as other:
-                if other.code != CONTEXT_LENGTH:
-                    raise
-                few = count
-            else:
-                kept, many = chat, count
-        if found is None:
-            raise error
-        body.chat = kept
-        return found
-
-    def format(self, body: ResponsesRequest, options: RequestOptions) -> ResponsesFormat:
-        return ResponsesFormat(self.service, body, options)
-
-
-async def count_input_tokens(request: Request) -> Response:
-    """Return the number of tokens of a prompt in the format of responses."""
-    service, body = await open_body(request, ResponsesRequest)
-    body = await _restored(service, body, request.state.owner)
-
-    async def count() -> bytes:
-        found = await prompt_tokens(service, body.chat, ResponsesEndpoint.names)
-        return encode({"object": "response.input_tokens", "input_tokens": found})
-
-    return await counted(service, request, estimate_chat(body.chat), "input", count)
-
-
-async def _restored(service: Service, body: ResponsesRequest, owner: str) -> ResponsesRequest:
-    """Add the items of earlier responses that a body refers to."""
-    previous, references, store = body.previous_response_id, body.references, service.stored_responses
-    if store is None:
-        _refuse_state(body)
-    if store is None or (previous is None and not references):
-        return body
-    items: list[dict[str, Any]] = []
-    if previous is not None:
-        if (earlier := await store.get(owner, previous)) is None:
-            message = f"Previous response with id {previous[:64]!r} not found."
-            raise bad_request(message, "previous_response_id", "previous_response_not_found")
-        items = earlier.items
-    found = await store.items(owner, set(references.values())) if references else {}
-    for number, name in references.items():
-        if name not in found:
-            message = f"Item with id {name[:64]!r} not found: send the item itself"
-            raise ApiError(404, message, param=f"input.{number}")
-    given = body.items()
-    items += [found[references[number]] if number in references else item for number, item in enumerate(given)]
-    rest = body.model_dump(by_alias=True, exclude_unset=True, exclude={"input"}, warnings=False)
-    whole = encode({**rest, "input": items})
-    if len(whole) > (limit := service.config.max_body_bytes):
-        raise ApiError(413, f"the conversation with earlier responses must have at most {limit} bytes")
-    return await service.parse(whole, ResponsesRequest)
-
-
 class ResponsesFormat(ConvertedFormat):
     prefix = "resp_"
 
@@ -328,6 +220,112 @@ class ResponsesFormat(ConvertedFormat):
             "usage": None if usage is None else _usage(usage),
             "user": body.user,
         }
+
+
+class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
+    """Generate the next items of a conversation, which the client or the server's store keeps."""
+
+    route = RESPONSES
+    body_type = ResponsesRequest
+    format_type = ResponsesFormat
+    names: ClassVar[Mapping[str, str]] = {
+        r"messages(\..*)?": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    async def prepare(self, body: ResponsesRequest, origin: Origin) -> Job:
+        store, references = self.service.stored_responses, body.references.values()
+        body = await _restored(self.service, body, origin.owner)
+        if body.store is None:  # lines of batches would replace what agents go on with
+            body.store = store is not None and origin.queue is None
+        try:
+            job = await super().prepare(body, origin)
+        except ApiError as error:
+            if error.code == CONTEXT_LENGTH and error.param == self.route.prompt and body.truncation != "auto":
+                error.message += '; truncation: "auto" leaves out the oldest turns'
+            raise
+        form = job.format
+        if store is None or not body.store:
+            return job
+        assert isinstance(form, ResponsesFormat)
+
+        async def keep() -> None:
+            stored = await self.service.in_thread(form.stored)
+            output = [item["id"] for item in stored.response["output"]]
+            await store.add(origin.owner, stored, [*references, *output])
+
+        return replace(job, keep=keep)
+
+    async def tokenize(self, body: ResponsesRequest, client: str) -> list[Prompt]:
+        try:
+            return await super().tokenize(body, client)
+        except ApiError as error:
+            if body.truncation != "auto" or error.code != CONTEXT_LENGTH:
+                raise
+            return await self._tokenize_shortened(body, client, error)
+
+    async def _tokenize_shortened(self, body: ResponsesRequest, client: str, error: ApiError) -> list[Prompt]:
+        """Drop the fewest oldest turns so that the rest fits."""
+        found: list[Prompt] | None = None
+        kept, few, many = body.chat, 0, len(body.chat.messages)
+        while many - few > 1:
+            count = (few + many) // 2
+            if (chat := body.shortened(count)) is None:
+                many = count
+                continue
+            try:
+                found = await self.tokenize_chat(chat, body, client)
+            except ApiError as other:
+                if other.code != CONTEXT_LENGTH:
+                    raise
+                few = count
+            else:
+                kept, many = chat, count
+        if found is None:
+            raise error
+        body.chat = kept
+        return found
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Return the number of tokens of a prompt in the format of responses."""
+    service, body = await open_body(request, ResponsesRequest)
+    body = await _restored(service, body, request.state.owner)
+
+    async def count() -> bytes:
+        found = await prompt_tokens(service, body.chat, ResponsesEndpoint.names)
+        return encode({"object": "response.input_tokens", "input_tokens": found})
+
+    return await counted(service, request, estimate_chat(body.chat), "input", count)
+
+
+async def _restored(service: Service, body: ResponsesRequest, owner: str) -> ResponsesRequest:
+    """Add the items of earlier responses that a body refers to."""
+    previous, references, store = body.previous_response_id, body.references, service.stored_responses
+    if store is None:
+        _refuse_state(body)
+    if store is None or (previous is None and not references):
+        return body
+    items: list[dict[str, Any]] = []
+    if previous is not None:
+        if (earlier := await store.get(owner, previous)) is None:
+            message = f"Previous response with id {previous[:64]!r} not found."
+            raise bad_request(message, "previous_response_id", "previous_response_not_found")
+        items = earlier.items
+    found = await store.items(owner, set(references.values())) if references else {}
+    for number, name in references.items():
+        if name not in found:
+            message = f"Item with id {name[:64]!r} not found: send the item itself"
+            raise ApiError(404, message, param=f"input.{number}")
+    given = body.items()
+    items += [found[references[number]] if number in references else item for number, item in enumerate(given)]
+    rest = body.model_dump(by_alias=True, exclude_unset=True, exclude={"input"}, warnings=False)
+    whole = encode({**rest, "input": items})
+    if len(whole) > (limit := service.config.max_body_bytes):
+        raise ApiError(413, f"the conversation with earlier responses must have at most {limit} bytes")
+    return await service.parse(whole, ResponsesRequest)
 
 
 def _refuse_state(body: ResponsesRequest) -> None:

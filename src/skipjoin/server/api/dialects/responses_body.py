@@ -9,10 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from skipjoin.sampling import INT32, SamplingParams, parameters_of
 from skipjoin.server.api.chat_body import ChatRequest
-from skipjoin.server.api.conversation import (
-    MAX_TOOLS,
-    check_unique,
-)
+from skipjoin.server.api.conversation import MAX_TOOLS, check_unique
 from skipjoin.server.api.dialects.bodies import (
     ConvertedBody,
     HostedTool,

@@ -24,6 +24,8 @@ from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.feed import Feed
 from skipjoin.server.engines.messages import RequestGroup, RequestStates, Stats
 
+pytestmark = pytest.mark.anyio
+
 OPERATOR = Viewer("operator", None, has_totals=True)
 
 
@@ -49,7 +51,6 @@ def history(number: int) -> History:
     return History(number, 0.0, 8, 16, ServiceClass.REAL_TIME, False, 0, NO_TARGET, **facts)  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
 async def test_listeners_share_snapshots_and_none_is_taken_without_them(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +86,6 @@ async def test_listeners_share_snapshots_and_none_is_taken_without_them(
         assert not api.engine.asked
 
 
-@pytest.mark.anyio
 async def test_viewers_see_their_own_requests_and_operators_see_all(make_api: MakeApi) -> None:
     async with make_api() as api:
         api.engine.paused = True
@@ -118,7 +118,6 @@ def figures(part: Any) -> list[float]:
     return [part] if isinstance(part, int | float) else []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("path", ["/debug/events", "/load"])
 async def test_figures_of_a_key_do_not_depend_on_lengths_of_others(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch, path: str
@@ -158,7 +157,6 @@ async def test_figures_of_a_key_do_not_depend_on_lengths_of_others(
     assert figures(seen["operator"][0]) != figures(seen["operator"][1])
 
 
-@pytest.mark.anyio
 async def test_one_key_cannot_hold_all_streams(make_api: MakeApi) -> None:
     async with make_api(api_keys=("one", "other")) as api:
         source = Feed(api.service)
@@ -173,7 +171,6 @@ async def test_one_key_cannot_hold_all_streams(make_api: MakeApi) -> None:
         await anext(source.events(one))
 
 
-@pytest.mark.anyio
 async def test_number_of_listeners_is_bounded(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_LISTENERS", 2)
     async with make_api() as api:

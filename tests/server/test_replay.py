@@ -26,6 +26,8 @@ from skipjoin.server.api.arrivals import Arrival, ArrivalLog
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.replays import Replays
 
+pytestmark = pytest.mark.anyio
+
 
 def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(step_s=0.005)
@@ -59,7 +61,6 @@ def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: S
     assert f"{duration(figures['srpt, max_num_seqs 1']['jct_s.mean'])}" in shown.output
 
 
-@pytest.mark.anyio
 async def test_arrivals_have_no_texts_and_belong_to_their_key(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +87,6 @@ def test_arrivals_are_kept_for_an_hour_and_in_order() -> None:
     assert log.since(3600.0, "you") == []
 
 
-@pytest.mark.anyio
 async def test_simulations_run_one_at_a_time_in_a_process_that_ends_with_its_reader() -> None:
     program = """import time; print('{"share": 0}', flush=True); time.sleep(600)"""
     replays = Replays((sys.executable, "-c", program))
@@ -129,7 +129,6 @@ def test_question_of_the_console_gets_progress_and_the_answer_of_the_command(ser
             assert (refused.status_code, error in refused.json()["error"]["message"]) == (400, True), refused.text
 
 
-@pytest.mark.anyio
 async def test_only_operators_may_start_simulations(make_api: MakeApi) -> None:
     async with make_api(api_keys=("one",)) as api:
         headers = {"Authorization": "Bearer one"}

@@ -13,10 +13,11 @@ from server_worlds import BLOCKS, JSON, MakeApi, ServerProcess, simulated_server
 from skipjoin.routes import Access, paths
 from skipjoin.server.api import debug
 
+pytestmark = pytest.mark.anyio
+
 KEY = {"Authorization": "Bearer right"}
 
 
-@pytest.mark.anyio
 async def test_every_route_except_health_and_pages_needs_a_key(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +45,6 @@ async def test_every_route_except_health_and_pages_needs_a_key(
         assert (await api.http.get("/nothing")).status_code == 401
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "value",
     ["", "Bearer", "Bearer ", "right", "Basic right", "Bearer wrong", "Bearer rightt", "Bearer righ", "Bearer é"],
@@ -57,7 +57,6 @@ async def test_wrong_keys_are_rejected(make_api: MakeApi, value: str) -> None:
         assert (await api.http.get("/v1/models", headers={"Authorization": "bearer right"})).status_code == 200
 
 
-@pytest.mark.anyio
 async def test_rejection_time_does_not_grow_with_number_of_keys(make_api: MakeApi) -> None:
     async def seconds(count: int) -> float:
         async with make_api(api_keys=tuple(f"key-{number}" for number in range(count))) as api:
@@ -70,14 +69,12 @@ async def test_rejection_time_does_not_grow_with_number_of_keys(make_api: MakeAp
     assert await seconds(100_000) < 10 * await seconds(1)
 
 
-@pytest.mark.anyio
 async def test_two_authorization_headers_are_rejected(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
         headers = [(b"authorization", b"Bearer right"), (b"authorization", b"Bearer wrong")]
         assert (await api.http.get("/v1/models", headers=headers)).status_code == 401
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "target",
     ["/health/../v1/models", "/health/", "//health", "/%68ealth", "/health%2f..%2fv1/models", "/Health", "/health;x"],
@@ -98,7 +95,6 @@ async def test_variants_of_open_paths_need_a_key(make_api: MakeApi, target: str)
         assert statuses[0] == 401
 
 
-@pytest.mark.anyio
 async def test_web_sockets_are_closed(make_api: MakeApi) -> None:
     async with make_api() as api:
         sent = []
@@ -110,7 +106,6 @@ async def test_web_sockets_are_closed(make_api: MakeApi) -> None:
         assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
-@pytest.mark.anyio
 async def test_large_bodies_are_413_with_or_without_length(make_api: MakeApi) -> None:
     async with make_api(max_body_bytes=1000) as api:
         body = json.dumps({"prompt": "x" * 1000}).encode()
@@ -126,7 +121,6 @@ async def test_large_bodies_are_413_with_or_without_length(make_api: MakeApi) ->
         assert api.is_clean()
 
 
-@pytest.mark.anyio
 async def test_large_headers_are_431(make_api: MakeApi) -> None:
     async with make_api(max_header_bytes=2000) as api:
         assert (await api.http.get("/health", headers={"x": "y" * 2000})).status_code == 431

@@ -29,6 +29,8 @@ from support.load import make
 from support.policies import OnCall
 from support.watch import Stepper, World
 
+pytestmark = pytest.mark.anyio
+
 
 def state(number: int, **fields: Any) -> RequestState:
     empty = {"computed_tokens": 0, "device_blocks": 0, "cpu_blocks": 0, "wait_reason": None, "wait_s": None}
@@ -70,13 +72,11 @@ def test_request_states_and_order() -> None:
     assert describe(core, stepper.now) == []
 
 
-@pytest.mark.anyio
 async def test_debug_routes_can_be_disabled(make_api: MakeApi) -> None:
     async with make_api(console=False) as api:
         assert (await api.http.get("/debug/requests")).status_code == 404
 
 
-@pytest.mark.anyio
 async def test_silent_replicas_are_listed(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica answers, also with an already finished request; one does not answer; one dies first."""
     monkeypatch.setattr(debug, "TIMEOUT_S", 0.2)
@@ -159,7 +159,6 @@ def with_key(name: str) -> dict[str, Any]:
     return {"headers": {"Authorization": f"Bearer {name}"}}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("keys", [("one", "two", "operator"), ()])
 async def test_key_sees_its_own_requests_and_operator_sees_all(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)} if keys else {}

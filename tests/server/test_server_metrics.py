@@ -28,6 +28,8 @@ from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, S
 from skipjoin.server.engines.self_checks import recover_blocks
 from support.load import make
 
+pytestmark = pytest.mark.anyio
+
 GOLDEN = HERE / "metrics_names.txt"
 Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -57,7 +59,6 @@ def sent(snapshot: Snapshot) -> Stats:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
 
 
-@pytest.mark.anyio
 async def test_metric_names_are_stable(make_api: MakeApi) -> None:
     """Dashboards depend on them."""
     async with make_api(metrics_compat="vllm") as api:
@@ -65,7 +66,6 @@ async def test_metric_names_are_stable(make_api: MakeApi) -> None:
     assert found == GOLDEN.read_text().splitlines()
 
 
-@pytest.mark.anyio
 async def test_without_compatibility_names_have_the_skipjoin_prefix(api: Api) -> None:
     found = names((await api.http.get("/metrics")).text)
     assert found == [line for line in GOLDEN.read_text().splitlines() if line.startswith("skipjoin:")]
@@ -76,7 +76,6 @@ def test_unknown_compatibility_is_refused() -> None:
         ServerConfig(metrics_compat="tgi")
 
 
-@pytest.mark.anyio
 async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
     snapshot = Snapshot.zero()
     # Each row has values for real-time requests, followed by those for best-effort requests.
@@ -115,7 +114,6 @@ async def test_vllm_names_have_the_same_values(make_api: MakeApi) -> None:
     assert found["vllm:cache_config_info", tuple(sorted(theirs.items()))] == 1
 
 
-@pytest.mark.anyio
 async def test_counters_survive_the_death_of_the_engine(api: Api) -> None:
     snapshot = Snapshot.zero()
     snapshot.row("num_requests_running")[:] = [3, 1]
@@ -133,7 +131,6 @@ async def test_counters_survive_the_death_of_the_engine(api: Api) -> None:
     assert after["skipjoin:engine_steps_total", ()] == 9
 
 
-@pytest.mark.anyio
 async def test_responses_are_counted_by_status(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",), metrics_keys=("scrape",)) as api:
         key = {"Authorization": "Bearer right"}
@@ -154,7 +151,6 @@ async def test_responses_are_counted_by_status(make_api: MakeApi) -> None:
     }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("settings", "opens"),
     [
@@ -174,7 +170,6 @@ async def test_metrics_key_opens_metrics_only(
             assert (await api.http.get(path)).status_code == (200 if "none" in keys else 401)
 
 
-@pytest.mark.anyio
 async def test_metrics_of_several_keys_need_a_right(make_api: MakeApi) -> None:
     """From changes of the totals a key could tell the lengths of others' requests."""
     rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)}
@@ -187,7 +182,6 @@ async def test_metrics_of_several_keys_need_a_right(make_api: MakeApi) -> None:
         assert statuses == {"one": 403, "two": 403, "operator": 200, "scrape": 200}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("keys", [(), ("scrape",)])
 async def test_metrics_port_serves_metrics_only(make_api: MakeApi, keys: tuple[str, ...]) -> None:
     async with make_api(api_keys=("right",), metrics_keys=keys) as api:
@@ -200,7 +194,6 @@ async def test_metrics_port_serves_metrics_only(make_api: MakeApi, keys: tuple[s
                 assert (await http.get(path, headers=headers)).status_code == 404
 
 
-@pytest.mark.anyio
 async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
     async with make_api(max_queued_requests=3, max_queued_tokens=50) as api:
         assert (await api.complete(n=3, max_tokens=1)).status_code == 200

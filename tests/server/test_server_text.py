@@ -141,27 +141,23 @@ def test_streamed_parts_join_to_the_text(tokenizer_folder: Path, text: str) -> N
     assert choice.tokens == len(ids)
 
 
-def test_incomplete_character_is_replaced_at_the_end(tokenizer_folder: Path) -> None:
-    choice = make_choice(tokenizer_folder, TextRules())
-    first = load_tokenizer(tokenizer_folder).encode("€")[0]
-    assert choice.take(Output(0, first, None, None)) == ""
-    assert choice.take(Output(0, None, None, FinishReason.LENGTH)) == "\ufffd"
-
-
-def test_stop_string_is_found_in_the_last_token(tokenizer_folder: Path) -> None:
-    choice = make_choice(tokenizer_folder, TextRules(stop=("b",)))
-    a, b = load_tokenizer(tokenizer_folder).encode("ab")
-    assert choice.take(Output(0, a, None, None)) == "a"
-    assert choice.take(Output(0, b, None, FinishReason.LENGTH)) == ""
-    assert choice.finish_reason == "stop"
-
-
-def test_held_text_is_flushed_at_the_end(tokenizer_folder: Path) -> None:
-    choice = make_choice(tokenizer_folder, TextRules(stop=("abc",)))
-    a, b = load_tokenizer(tokenizer_folder).encode("ab")
-    assert choice.take(Output(0, a, None, None)) == ""
-    assert choice.take(Output(0, b, None, FinishReason.LENGTH)) == "ab"
-    assert choice.finish_reason == "length"
+@pytest.mark.parametrize(
+    ("stop", "text", "taken", "reason"),
+    [
+        ((), "€", ["", "\ufffd"], "length"),
+        (("b",), "ab", ["a", ""], "stop"),
+        (("abc",), "ab", ["", "ab"], "length"),
+    ],
+    ids=["incomplete character", "stop string in the last token", "held text"],
+)
+def test_last_output_completes_the_text(
+    tokenizer_folder: Path, stop: tuple[str, ...], text: str, taken: list[str], reason: str
+) -> None:
+    choice = make_choice(tokenizer_folder, TextRules(stop=stop))
+    first, *rest = load_tokenizer(tokenizer_folder).encode(text)
+    last = None if text == "€" else rest[0]
+    assert [choice.take(Output(0, first)), choice.take(Output(0, last, None, FinishReason.LENGTH))] == taken
+    assert choice.finish_reason == reason
 
 
 def test_special_tokens_are_skipped_by_default(tokenizer_folder: Path) -> None:

@@ -28,7 +28,8 @@ from skipjoin.server.api.dialects.ollama import OllamaGenerateEndpoint
 from skipjoin.server.api.dialects.responses import ResponsesEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body, sampling_fields
-from skipjoin.server.api.generation import Endpoint, Origin
+from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.jobs import Origin
 from skipjoin.server.api.pooled import EmbeddingEndpoint
 from skipjoin.server.api.protocol import CompletionRequest
 

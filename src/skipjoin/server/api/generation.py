@@ -9,24 +9,22 @@ async with endpoint.run(job) as run:
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from skipjoin.adapters import AdapterUse
-from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions, ServiceClass
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
 from skipjoin.pooling import Task
 from skipjoin.routes import Route
 from skipjoin.sampling import SamplingParams
-from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.forecasting import Expectation
-from skipjoin.server.api.jobs import AT_ONCE, Format, Job, JobRun, free
-from skipjoin.server.api.limits import Admission, AdmissionSlot
+from skipjoin.server.api.jobs import AT_ONCE, Format, Job, JobRun, Origin, free
+from skipjoin.server.api.limits import AdmissionSlot
 from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.service import Service
 
@@ -37,22 +35,6 @@ class Prompt(NamedTuple):
     ids: list[int]
     text: str | None
     params: SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """The deadline in `options` counts from `arrived`, on the monotonic clock. `queue` None is that of HTTP."""
-
-    options: RequestOptions = DEFAULT_OPTIONS
-    arrived: float = field(default_factory=time.monotonic)
-    queue: Admission | None = None
-    owner: str = ANONYMOUS
-    request_id: str = ""
-
-    @property
-    def is_best_effort(self) -> bool:
-        # Only the queue of HTTP requests reserves a part for real-time requests.
-        return self.queue is None and self.options.service is ServiceClass.BEST_EFFORT
 
 
 class Endpoint(ABC, Generic[BodyT]):
@@ -81,22 +63,23 @@ class Endpoint(ABC, Generic[BodyT]):
             options = replace(options, adapter=found.number)
         if service.config.sharing == "adapter":
             options = replace(options, client=service.shown_model(body.model))
-        slots = self._reserve(body, origin, options)
+        origin = replace(origin, options=options)
+        slots = self._reserve(body, origin)
         adapter = None if found is None else service.adapters.use(found)
         try:
-            return await self._job(body, origin, options, slots, adapter)
+            return await self._job(body, origin, slots, adapter)
         except BaseException:
             free(slots, adapter)
             raise
 
-    def _reserve(self, body: BodyT, origin: Origin, options: RequestOptions) -> list[AdmissionSlot]:
+    def _reserve(self, body: BodyT, origin: Origin) -> list[AdmissionSlot]:
         service, param = self.service, self.route.prompt
         estimates = [tokens for tokens in self.estimates(body) for _ in range(body.copies)]
         try:
             return (origin.queue or service.admission).reserve(
                 estimates,
-                client=options.client,
-                weight=options.weight,
+                client=origin.options.client,
+                weight=origin.options.weight,
                 is_best_effort=origin.is_best_effort,
                 param=param,
             )
@@ -105,14 +88,8 @@ class Endpoint(ABC, Generic[BodyT]):
                 raise service.too_long(param, f"about {max(estimates)}") from error
             raise
 
-    async def _job(
-        self,
-        body: BodyT,
-        origin: Origin,
-        options: RequestOptions,
-        slots: list[AdmissionSlot],
-        adapter: AdapterUse | None,
-    ) -> Job:
+    async def _job(self, body: BodyT, origin: Origin, slots: list[AdmissionSlot], adapter: AdapterUse | None) -> Job:
+        options = origin.options
         n, admission = body.copies, origin.queue or self.service.admission
         prompts = await self.tokenize(body, options.client or origin.owner)
         rules = self.text_rules(body)
@@ -127,7 +104,7 @@ class Endpoint(ABC, Generic[BodyT]):
         form = self.format_type(self.service, body, options)
         if options.trace is not None:
             trace = options.trace._replace(response_id=form.id, operation=self.operation)
-            options = replace(options, trace=trace)
+            origin = replace(origin, options=replace(options, trace=trace))
         return Job(
             choices=choices,
             params=[prompt.params.with_seed_of(copy) for prompt, copy in copies],
@@ -135,11 +112,8 @@ class Endpoint(ABC, Generic[BodyT]):
             expectations=[expected for expected in expectations for _ in range(n)],
             copies=n,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-            options=options,
-            arrived=origin.arrived,
+            origin=origin,
             format=form,
-            owner=origin.owner,
-            request_id=origin.request_id,
             adapter=adapter,
         )
 

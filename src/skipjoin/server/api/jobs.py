@@ -4,20 +4,20 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from msgspec import UNSET
 
 from skipjoin.adapters import AdapterUse
-from skipjoin.core.request import FinishReason, RequestOptions
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import ApiError, deadline_exceeded, final, unavailable
 from skipjoin.server.api.forecasting import Expectation
-from skipjoin.server.api.limits import AdmissionSlot
+from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.responses import CompletionDetails, PromptDetails, Usage
 from skipjoin.server.api.service import Service
@@ -52,6 +52,22 @@ class Format(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The deadline in `options` counts from `arrived`, on the monotonic clock. `queue` None is that of HTTP."""
+
+    options: RequestOptions = DEFAULT_OPTIONS
+    arrived: float = field(default_factory=time.monotonic)
+    queue: Admission | None = None
+    owner: str = ANONYMOUS
+    request_id: str = ""
+
+    @property
+    def is_best_effort(self) -> bool:
+        # Only the queue of HTTP requests reserves a part for real-time requests.
+        return self.queue is None and self.options.service is ServiceClass.BEST_EFFORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
@@ -64,11 +80,8 @@ class Job:
     expectations: list[Expectation]
     copies: int
     prompt_tokens: int
-    options: RequestOptions
-    arrived: float
+    origin: Origin
     format: Format
-    owner: str = ANONYMOUS
-    request_id: str = ""
     adapter: AdapterUse | None = None
     keep: Callable[[], Awaitable[None]] | None = None
 
@@ -92,19 +105,20 @@ class JobRun:
         self._indexed: IndexedRequest | None = None
         self._is_closed = False
         self.first_token_at: float | None = None
-        self._submitted_at = job.arrived
+        self._submitted_at = job.origin.arrived
 
     async def __aenter__(self) -> JobRun:
+        job, origin = self.job, self.job.origin
         try:
-            options = _remaining(self.job.options, self.job.arrived)
-            for number in range(len(self.job.choices)):
+            options = _remaining(origin.options, origin.arrived)
+            for number in range(len(job.choices)):
                 self._submit(number, options)
                 if number % AT_ONCE == AT_ONCE - 1:
                     await asyncio.sleep(0)
             self._submitted_at = time.monotonic()
-            job, numbers = self.job, [sequence.id for sequence in self._sequences]
-            program = job.options.program.name if job.options.program is not None else ""
-            self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers, program)
+            numbers = [sequence.id for sequence in self._sequences]
+            program = options.program.name if options.program is not None else ""
+            self._indexed = self._service.index.add(job.format.id, origin.request_id, origin.owner, numbers, program)
             self._indexed.cancel = partial(self.fail, final(409, "the request was canceled", "canceled"))
         except BaseException:
             self.close()
@@ -125,7 +139,7 @@ class JobRun:
             options=options,
             forecast=expected.forecast,
             label=job.format.id,
-            owner=job.owner,
+            owner=job.origin.owner,
             adapter="" if job.adapter is None else job.adapter.adapter.name,
             like=self._sequences[-1] if number % job.copies else None,
             on_start=job.slots[number].started,
@@ -240,8 +254,9 @@ class JobRun:
             self._note_arrivals()
 
     def _note_arrivals(self) -> None:
-        job, age_s = self.job, time.monotonic() - self.job.arrived
-        first_s = None if self.first_token_at is None else self.first_token_at - job.arrived
+        job, origin = self.job, self.job.origin
+        age_s = time.monotonic() - origin.arrived
+        first_s = None if self.first_token_at is None else self.first_token_at - origin.arrived
         for choice, sequence in zip(job.choices, self._sequences, strict=True):
             if choice.tokens:
                 self._service.arrivals.add(
@@ -249,16 +264,16 @@ class JobRun:
                         time.time() - age_s,
                         len(choice.prompt),
                         choice.tokens,
-                        job.options.service,
+                        origin.options.service,
                         first_s,
                         age_s,
-                        job.owner,
+                        origin.owner,
                         sequence.id,
-                        self._submitted_at - job.arrived,
+                        self._submitted_at - origin.arrived,
                         self.first_token_at,
                     )
                 )
-        choices, n = self.job.choices, self.job.copies
+        choices, n = job.choices, job.copies
         for at in range(0, len(choices), n):
             longest = max(choice.tokens for choice in choices[at : at + n])
             self._service.metrics.observe("request_max_num_generation_tokens", longest)

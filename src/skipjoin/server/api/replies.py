@@ -17,8 +17,8 @@ from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, from_engine, request_not_found
 from skipjoin.server.api.fields import Body
-from skipjoin.server.api.generation import BodyT, Endpoint, Origin
-from skipjoin.server.api.jobs import Job, JobRun
+from skipjoin.server.api.generation import BodyT, Endpoint
+from skipjoin.server.api.jobs import Job, JobRun, Origin
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
 from skipjoin.server.api.responses import encode

@@ -12,8 +12,8 @@ from skipjoin.config import ServerConfig
 from skipjoin.core.request import RequestOptions, ServiceClass
 from skipjoin.sampling import SEED_MIN, SamplingParams
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.generation import Endpoint, Origin
-from skipjoin.server.api.jobs import Job
+from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.jobs import Job, Origin
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import allowed_priority, allowed_tier, cache_salt, client_of
 from skipjoin.server.api.protocol import RequestBody

@@ -22,8 +22,8 @@ from skipjoin.server.api.dialects.responses_items import new_id
 from skipjoin.server.api.dialects.responses_tools import custom_input
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
-from skipjoin.server.api.generation import Origin, Prompt
-from skipjoin.server.api.jobs import Job
+from skipjoin.server.api.generation import Prompt
+from skipjoin.server.api.jobs import Job, Origin
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import open_body
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode

@@ -23,7 +23,7 @@ MAX_FINISHED = 256
 
 
 class EventBuffer:
-    """Collects events for observers, which steps evict from the processor's caches."""
+    """Collects events, because steps evict observers from the processor's caches: a visit each would cost more."""
 
     def __init__(self, observers: Sequence[Callable[[Sequence[Event]], None]] = ()) -> None:
         self._observers = observers

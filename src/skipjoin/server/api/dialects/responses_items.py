@@ -1,5 +1,3 @@
-"""Items of POST /v1/responses."""
-
 from __future__ import annotations
 
 import uuid

@@ -1,5 +1,3 @@
-"""Tools of POST /v1/responses."""
-
 from __future__ import annotations
 
 import json

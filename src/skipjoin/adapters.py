@@ -1,5 +1,3 @@
-"""Adapters of the model, by the names that requests choose."""
-
 from __future__ import annotations
 
 import itertools
@@ -9,7 +7,7 @@ from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
-    """Adapter with a number that no other one of the server ever has, since a name may get another folder."""
+    """Adapter. Its number is unique in the server, since a name may get another folder."""
 
     number: int
     name: str
@@ -17,12 +15,12 @@ class Adapter(NamedTuple):
 
 
 def configured(modules: Mapping[str, str]) -> tuple[Adapter, ...]:
-    """Return the adapters of the setting `lora_modules`, numbered as in every engine with this setting."""
+    """Return the adapters of `lora_modules`, which every engine numbers alike."""
     return tuple(Adapter(number, *item) for number, item in enumerate(modules.items(), 1))
 
 
 class AdapterUse:
-    """Use of an adapter by a request, until `ended`, which may be called again."""
+    """Use of an adapter by a request. `ended` may be called again."""
 
     def __init__(self, adapter: Adapter, on_end: Callable[[Adapter], None]) -> None:
         self.adapter = adapter
@@ -96,7 +94,6 @@ _MAX_NAMES = 8
 
 
 def unknown_model(name: str, served: Sequence[str]) -> str:
-    """Return the text of an error about a model that is not among those that a server serves."""
     shown, left = ", ".join(map(repr, served[:_MAX_NAMES])), len(served) - _MAX_NAMES
     more = f" and {left} more, which GET /v1/models lists" if left > 0 else ""
     return f"the model {name} does not exist; this server serves {shown}{more}"

@@ -36,7 +36,7 @@ class ToolUse:
 
     @property
     def must_enforce(self) -> bool:
-        """True if calls follow a grammar: one is required, only some or one at a time are allowed, or one is strict."""
+        """True if calls follow a grammar."""
         is_limited = not self.is_parallel or len(self.names) < len(self.functions)
         return self.must_call or is_limited or any(function.get("strict") for function in self.offered)
 
@@ -77,7 +77,7 @@ class Conversations:
     def constraint(
         self, structured: StructuredOutput | None, prompt: str, use: ToolUse, name: str = "structured_outputs"
     ) -> StructuredOutput | None:
-        """Return a constraint adapted to tools and reasoning. Errors name the field `name`, or else the tools."""
+        """Adapt a constraint to tools and reasoning. Errors name the field `name`, or else the tools."""
         offered = use.offered
         must_enforce = offered and (use.must_enforce or (self.format is not None and self.format.is_prompted))
         if self.format is None or not (structured or must_enforce):
@@ -126,15 +126,11 @@ class Conversations:
         )
 
     def is_read(self, use: ToolUse) -> bool:
-        """Return whether answers have parts besides their content."""
         return self.format is not None and bool(use.offered or self.format.think is not None)
 
 
 def delta_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[str, Any]:
-    """Return what parts add to a message, as OpenAI's API streams it.
-
-    It has one entry for each call, because clients do not add up several.
-    """
+    """Return what parts add to a message, with one entry for each call, because clients do not add up several."""
     content, reasoning, calls = joined(parts)
     found: dict[str, Any] = {"content": content} if content else {}
     if reasoning and shows_reasoning:
@@ -145,7 +141,6 @@ def delta_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[str
 
 
 def message_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[str, Any]:
-    """Return the parts as a whole message. Its content is null if it has only calls."""
     content, reasoning, calls = joined(parts)
     found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if reasoning and shows_reasoning:
@@ -156,7 +151,6 @@ def message_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[s
 
 
 def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
-    """Return the finish reason of a message, which is "tool_calls" if it has calls and was not cut off."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 

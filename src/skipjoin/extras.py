@@ -27,7 +27,7 @@ _MAX_NAMES = 6
 
 
 def why_missing(feature: str, *extras: str) -> str | None:
-    """Return a sentence that names the missing packages of `feature` and the command that installs them, or None."""
+    """Return a sentence that names missing packages and the command that installs them, or None."""
     missing = {extra: [name for name in MODULES[extra] if not _is_installed(name)] for extra in extras}
     lacking = [extra for extra, names in missing.items() if names]
     names = list(dict.fromkeys(name for extra in lacking for name in missing[extra]))

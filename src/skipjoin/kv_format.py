@@ -1,7 +1,6 @@
 """Formats of KV: of rows in the cache, and of blocks in CPU memory.
 
-Registered names are the values of `kv_cache_dtype` and `swap_dtype`. Sizes need no torch, which only methods on tensors
-import.
+Registered names are the values of `kv_cache_dtype` and `swap_dtype`. Only methods on tensors import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class CacheFormat(ABC):
     Attributes:
         storage: torch's type of a row's elements; empty for the model's.
         readers: Attention back ends that read it besides the reference, which takes what `dequantize` returns.
-        has_scale: Whether the last float32 of a row is the scale of its codes, as C++ and Triton kernels read it.
+        has_scale: Whether the last float32 of a row is the scale of its codes.
         is_rounded: Whether a row that was written differs from the one that is read.
     """
 
@@ -63,7 +62,7 @@ class SwapFormat(ABC):
 
     @abstractmethod
     def block_bytes(self, shape: tuple[int, int, int], row_bytes: int) -> int:
-        """Return the bytes of a block of `shape`; `row_bytes` are those of a row in the cache, for exact formats."""
+        """Return the bytes of a block; `row_bytes` are those of a row in the cache, for exact formats."""
 
     def quantize(self, blocks: torch.Tensor, last: int) -> torch.Tensor:
         """Return uint8 [blocks, block_bytes] of [blocks, heads, block_size, head_dim], unless it is exact.
@@ -117,10 +116,9 @@ class ModelRows(CacheFormat):
 
 @cache_format
 class Int8Rows(CacheFormat):
-    """Codes of 8 bits, and their float32 scale after them.
+    """Codes of 8 bits and, after them, a float32 scale of the row, which is thus quantized once, without other tokens.
 
-    A row has its own scale, so that it is quantized once, without other tokens. A row that is not finite gets a scale
-    that makes it so again.
+    A row that is not finite gets a scale that makes it so again.
     """
 
     name = storage = "int8"
@@ -179,11 +177,9 @@ class Int8Channels(SwapFormat):
 
     The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale).
 
-    The error of a number is at most half its channel's scale, plus the rounding of its own type. No channel overflows,
-    and products of a code and a scale are exact in float32, so all implementations return the same bits.
-
-    NaN, infinities and numbers from 2^126 on do not affect minimum and scale. They are restored as the largest number
-    of their channel, NaN and negative ones as its minimum. So are slots after the request's last token.
+    No channel overflows, and products of a code and a scale are exact in float32, so all implementations return the
+    same bits. NaN, infinities and numbers from 2^126 on do not affect minimum and scale. They are restored as the
+    largest number of their channel, NaN and negative ones as its minimum. So are slots after the last token.
     """
 
     name = "int8"

@@ -41,7 +41,6 @@ def salts_of(given: Salts, count: int) -> list[str]:
 
 
 def adapters_of(given: Adapted, known: Mapping[str, int], count: int) -> list[int]:
-    """Return the numbers of adapters from one name, or one per prompt."""
     names = [given] * count if given is None or isinstance(given, str) else given
     if not isinstance(names, list | tuple):
         raise ParameterError("adapter", f"adapter must be a name, or one or None per prompt, got {shown(given)}")
@@ -155,7 +154,7 @@ def _no_conversation(got: Any) -> ParameterError:
 def tool_use_of(tools: Any, choice: ToolChoice = None, *, is_parallel: bool | None = None) -> ToolUse:
     """Return checked tools and a choice in OpenAI's form.
 
-    None allows several calls unless the choice is one function.
+    `is_parallel` None allows several calls unless the choice is one function.
     """
     functions = [_function(number, tool) for number, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]

@@ -44,8 +44,7 @@ class Generation:
         error: Cause and remedy of an "error"; otherwise empty.
         details: Log-probabilities per generated token, if requested; the first entry also has those of the prompt.
         cached_tokens: Prompt tokens found in the prefix cache when the request was first admitted.
-        message: Answer of a conversation as a message in OpenAI's form, with `reasoning_content` and `tool_calls` if
-            the model wrote any. It can be appended to the conversation.
+        message: Answer of a conversation in OpenAI's form, with `reasoning_content` and `tool_calls` if there are any.
     """
 
     prompt: str | None

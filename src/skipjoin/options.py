@@ -65,8 +65,7 @@ class Option:
     Attributes:
         above: Exclusive lower bound.
         choices: Allowed values; may grow, as a registry does.
-        flags: Command-line flags; empty derives one from the name.
-        metavar: None derives one from the unit or kind at the end of the name.
+        flags, metavar: Empty or None derives one from the name.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
         is_internal: No command has it as an option.

@@ -1,5 +1,3 @@
-"""What models of vectors compute. Standard library only, as `sampling.py`."""
-
 from __future__ import annotations
 
 import math
@@ -12,8 +10,6 @@ from operator import mul
 
 
 class Task(StrEnum):
-    """What a model is served for."""
-
     GENERATE = "generate"
     EMBED = "embed"
     SCORE = "score"
@@ -40,13 +36,11 @@ _DOES = {
 
 
 def wrong_task(model: str, task: Task) -> str:
-    """Return the text of an error about a request for another task than the model's."""
     does, remedy = _DOES[task]
     return f"model {model} {does}, and does nothing else here: {remedy}"
 
 
 def values_of(vector: bytes) -> array[float]:
-    """Return the values of `TokenDetail.vector`."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()

@@ -45,8 +45,6 @@ class Access(Enum):
 
 
 class Part(Enum):
-    """Part of the server that an endpoint belongs to. Settings disable the last two."""
-
     API = "api"
     CONSOLE = "console"
     BATCHES = "batches"
@@ -57,7 +55,6 @@ class Frames:
     """How the events of a stream are separated.
 
     Attributes:
-        prefix, suffix: Bytes around the data of an event, which has no line breaks.
         end: Data of the event that ends each complete stream, if there is one.
     """
 
@@ -85,7 +82,6 @@ class Route:
         path: Path with `{name}` for a segment and `{name:segments}` for several.
         handler: Function of a Starlette request, or a subclass of `server.api.generation.Endpoint`.
         body: Request model of a function, for the schema.
-        frames: Frames of the streams of an endpoint that generates.
         load_name: Name of the endpoint in load tests, empty if they do not know its bodies.
         prompt: Field with the prompt, which load tests fill and errors name.
         in_batches: Lines of batches may ask for it.
@@ -93,9 +89,7 @@ class Route:
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
         has_any_type: Programs may send bodies without the media type of JSON, as examples for Ollama do.
-        is_endless: The response ends only when the client disconnects.
-        error_body: Returns the body of an error, in OpenAI's format if None; or "module:name" of it.
-        error_status: The same for the status, if it is not the error's own.
+        error_body, error_status: Functions of an error, or "module:name" of them; None is OpenAI's format.
     """
 
     path: str
@@ -133,7 +127,7 @@ def _pattern(piece: str) -> str:
 
 
 def resolved(name: Any) -> Any:
-    """Return the object that "module:name" names. Other objects are returned as they are."""
+    """Return the object that "module:name" names, or other objects as they are."""
     if not isinstance(name, str):
         return name
     module, _, attribute = name.partition(":")

@@ -30,7 +30,7 @@ NO_SEED = -1
 class Parameter:
     """Row of the table of sampling parameters, besides name, type and default.
 
-    The check of values, the fields of request bodies with their bounds, and the reference follow from it.
+    Checks, the fields of request bodies with their bounds, and the reference follow from it.
 
     Attributes:
         low, high: Bounds of a number, or of each value of a mapping; `is_above` excludes the lower one.
@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def bounds(self) -> str:
-        """Bounds as an interval, without those that only reject nonsense."""
+        """Interval, without bounds that only reject nonsense."""
         if self.low is None:
             return ""
         if self.high is not None and self.high >= INT32:
@@ -86,7 +86,6 @@ class ContextLengthError(ParameterError):
 
     @classmethod
     def of_input(cls, param: str, context: int, found: object) -> ContextLengthError:
-        """Return the error about an input of which nothing is generated."""
         remedy = f"the input: {param} must have at most {context} tokens, special tokens included"
         return cls(param, context, f"your input resulted in {found} tokens", remedy)
 
@@ -164,18 +163,14 @@ def _check_count(name: str, value: Collection[Any], parameter: Parameter, what: 
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Words that an output must not have, as sequences of token ids, of which the last one is banned."""
+    """Sequences of token ids of which the last one is banned."""
 
     sequences: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """Bound of the reasoning, after which its closing token follows.
-
-    Attributes:
-        opening: Tokens that begin the reasoning. If `is_open`, the prompt has them.
-    """
+    """Bound of the reasoning, after which its closing token follows. If `is_open`, the prompt has `opening`."""
 
     tokens: int
     opening: tuple[int, ...]
@@ -351,7 +346,7 @@ class TokenLogprob(NamedTuple):
 
     Attributes:
         logprob: Natural logarithm in the model's unmodified distribution; None for the first prompt token.
-        top: Most likely tokens at that position with their log-probabilities, best first.
+        top: Most likely tokens at that position, best first.
     """
 
     token: int
@@ -362,8 +357,7 @@ class TokenLogprob(NamedTuple):
 class TokenDetail(NamedTuple):
     """Log-probabilities reported with a generated token, and with a request's first one those of the prompt.
 
-    Attributes:
-        vector: Little-endian float32, in place of the token if the request has `pooling`.
+    `vector` is little-endian float32, in place of the token if the request has `pooling`.
     """
 
     chosen: TokenLogprob

@@ -154,7 +154,7 @@ async def _answer(client: ServerClient, conversation: Conversation) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text without control characters, with which a model could change the terminal."""
+    """Remove control characters, with which a model could change the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 

@@ -76,7 +76,6 @@ class _GroupedCommand(TyperCommand):
 
 
 def _origin(ctx: Any, parameter: Any) -> str:
-    """Return where the value of an option comes from, if it was not typed."""
     name = getattr(parameter, "name", None)
     source = getattr(ctx.get_parameter_source(name), "name", "")
     if source == "ENVIRONMENT":

@@ -44,7 +44,7 @@ def console(
 
 
 def _keys(servers: list[str], api_keys: list[str]) -> dict[str, str | None]:
-    """Return the key by the URL of its server. No key is sent to a server that it was not given for."""
+    """Return the key by the URL of its server, to which alone it is sent."""
     if not api_keys:
         variable = os.environ.get("OPENAI_API_KEY", "") if len(servers) == 1 else ""
         api_keys = [variable] * len(servers)

@@ -1,5 +1,3 @@
-"""Command-line options made from annotated dataclass fields."""
-
 from __future__ import annotations
 
 import functools
@@ -47,7 +45,6 @@ def plain_errors(flags: Mapping[str, str] = MappingProxyType({}), *, as_json: bo
 
 
 def _typed() -> dict[str, str]:
-    """Return the flags of the command line by the names that errors give them."""
     flags = [argument.partition("=")[0] for argument in sys.argv if argument.startswith("--")]
     return {_name_in(flag): flag for flag in flags}
 
@@ -86,8 +83,6 @@ class Section:
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of sections to a command, and `--config`."""
-
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parts = {name: section.settings() for name, section in sections.items()}
         parameters = [
@@ -227,7 +222,7 @@ def flags_of(setting: Setting) -> tuple[str, ...]:
 
 
 def _at_home(given: Any) -> Any:
-    """Return a path that begins with ~/ in the home folder. Shells replace ~ neither in files nor after --option=."""
+    """Expand ~/, which shells replace neither in files nor after --option=."""
     return (
         type(given)(os.path.expanduser(given)) if isinstance(given, (str, Path)) and str(given)[:2] == "~/" else given
     )

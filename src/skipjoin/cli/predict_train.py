@@ -84,7 +84,6 @@ def train(*, values: Values) -> None:
 
 
 def _rendered(model: str | None) -> Callable[[str], str]:
-    """Return the function that puts a prompt into the chat template of a model, as a server decodes it."""
     if model is None:
         return lambda text: text
     from skipjoin.model.folder import model_folder  # noqa: PLC0415

@@ -13,7 +13,6 @@ LINE_EVERY_S = 5.0
 
 
 def result_console(file_width: int = 160) -> Console:
-    """Return a console for results, of `file_width` where standard output is no terminal."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = file_width
@@ -62,7 +61,6 @@ def _described(task: Task) -> str:
 
 
 def stage_bars(bars: Bars) -> Callable[[str, float], None]:
-    """Return a function that shows the completed share of a stage."""
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, share: float) -> None:

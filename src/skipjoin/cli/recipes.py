@@ -43,7 +43,6 @@ def recipes(
 
 
 def _named(names: Sequence[str]) -> dict[str, Recipe]:
-    """Return recipes, and all of files, by the names that --recipe accepts."""
     found: dict[str, Recipe] = {}
     for name in names:
         if not name.endswith(".py"):

@@ -1,5 +1,3 @@
-"""Settings from a YAML file and from the environment, named like their flags."""
-
 from __future__ import annotations
 
 import os

@@ -67,8 +67,6 @@ _PREDICTIONS = {"R of logs": "r_log", "MAE tokens": "mae", "in 25 %": "within_25
 
 
 class Goal(NamedTuple):
-    """Maximum rate or minimum number of replicas that satisfies all bounds."""
-
     search: type[BoundSearch]
     bounds: Bounds
 
@@ -221,7 +219,6 @@ def _rejections(groups: _Groups) -> Iterator[str]:
 
 
 def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]]]:
-    """Yield the largest rate or smallest size of each search that satisfies the bounds."""
     found: dict[tuple[str, float], tuple[_Group, list[Record]]] = {}
     # Smaller sizes come last, and so do larger rates.
     for group, records in sorted(groups, key=lambda item: -item[0].replicas if goal.replicas else item[0].rate):

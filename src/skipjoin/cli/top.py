@@ -115,7 +115,6 @@ class _Screen:
         return lines
 
     def _of_recipe(self) -> Iterator[str]:
-        """Yield lines on what only some recipes have."""
         sums = {
             name: [
                 sum(values)

@@ -1,5 +1,3 @@
-"""Options that `simulate` and `bench` share."""
-
 from __future__ import annotations
 
 import sys
@@ -178,7 +176,6 @@ class LoadOptions:
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Parse requests per second, such as "0.5,1,2"."""
     rates = tuple(number("rates", part) for part in text.split(","))
     if len(set(rates)) != len(rates):
         raise ConfigError(f"rates must be different numbers, got {text!r}")
@@ -200,7 +197,6 @@ def has_own_times(workload: Workload) -> bool:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Parse seeds such as "0,3,7" or "0-2"."""
     seeds: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")

@@ -22,7 +22,7 @@ MAX_WEIGHT = 1000
 class KeyRights(NamedTuple):
     """Rights of requests with a key. None means the server's default.
 
-    `weight` is its share of the service relative to other keys, with `--fair-by`.
+    `weight` is its share relative to other keys, with `--fair-by`.
     """
 
     priorities: tuple[int, int] | None = None
@@ -43,12 +43,11 @@ class _Line(NamedTuple):
 
 
 def owner_of_key(key: bytes) -> str:
-    """Return a hash of the key, the owner of requests and files."""
     return hashlib.sha256(key).hexdigest()
 
 
 def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
-    """Return the keys in a file with their rights. Errors name `field` and show no key."""
+    """Return the keys in a file with their rights. Errors show no key."""
     found: dict[str, KeyRights] = {}
     rights, section = AS_ALL, None
     for line in () if file is None else _lines(field, file):

@@ -1,5 +1,3 @@
-"""Profiles: measured costs of steps and transfers, stored as JSON."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -170,7 +168,6 @@ def _is_cache_trusted(key: ProfileKey) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `ConfigError` if no profile can be written there."""
     try:
         make_private(path.parent)
     except OSError as error:

@@ -34,7 +34,7 @@ TOOL_FORMATS = ("auto", "json")
 
 
 class HangLimits(NamedTuple):
-    """Limits in seconds of a step and of the time without a heartbeat, after which an engine is killed."""
+    """Limits of a step and of the time without a heartbeat, after which an engine is killed."""
 
     step_s: float = 600.0
     hang_s: float = 30.0
@@ -304,7 +304,6 @@ class ServerConfig(BatchConfig):
 
     @property
     def sharing(self) -> str:
-        """What tells clients apart that share the service fairly: none, key, user or adapter."""
         if self.fair_by == "auto":
             return "key" if len(set(self.api_keys)) > 1 else "none"
         return self.fair_by

@@ -94,7 +94,6 @@ def bytes_per_s(gbps: float | None) -> float | None:
 
 
 def base_url(field: str, given: str) -> str:
-    """Return the URL of an OpenAI-compatible server without a trailing /v1."""
     try:
         parts = urlsplit(given)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -128,7 +127,6 @@ def check_not_one_card(device: str) -> None:
 
 
 def checked_adapters(given: Any) -> dict[str, str]:
-    """Return the folders of adapters by name, with absolute paths."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"lora_modules must map names of adapters to folders, got {given!r}")
     for name, folder in given.items():

@@ -87,7 +87,6 @@ class Outcome:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Main wait reasons with their seconds, longest first."""
         waits = self.counts.waits or {}
         least = _MIN_SHARE * sum(waits.values())
         longest = sorted(waits.items(), key=lambda item: item[1], reverse=True)

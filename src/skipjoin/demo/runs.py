@@ -72,7 +72,6 @@ def run_demo(demo: Demo, watcher: DemoWatcher) -> str | None:
 
 
 def _token_seconds(target: Target, requests: int) -> float:
-    """Return the seconds per token of full batches, which also warms the server up."""
     seen = _Seen()
     if reason := measure(target, _plan(probe(requests), "probe", warmup=1), seen):
         raise ConfigError(reason)

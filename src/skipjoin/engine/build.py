@@ -27,8 +27,7 @@ from skipjoin.sampling import ParameterError
 class EngineInfo:
     """Properties of a built engine. Bytes are totals over all ranks; `dimensions` are those of its vectors.
 
-    Attributes:
-        asks_pairs: Whether it judges a pair of texts in a conversation, with yes or no.
+    `asks_pairs` means that it judges a pair of texts in a conversation, with yes or no.
     """
 
     model: str
@@ -54,7 +53,6 @@ class EngineInfo:
     asks_pairs: bool = False
 
     def check_pooling(self, pooling: Pooling | None) -> None:
-        """Raise `ParameterError` unless the model returns what a request asks for."""
         self.check_task((Task.GENERATE,) if pooling is None else (Task.EMBED, Task.SCORE))
         asked = None if pooling is None else pooling.dimensions
         if asked is not None and not 1 <= asked <= self.dimensions:

@@ -68,7 +68,7 @@ class ForecastKeeper:
         return self.forecaster.batch
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Return what `predict` needs of each prompt. It is the same for all owners."""
+        """Return what `predict` needs of each prompt, the same for all owners."""
         return self.forecaster.encode(prompts)
 
     def predict(self, prompt: Any, max_tokens: int, owner: str = "") -> Predicted:
@@ -80,7 +80,7 @@ class ForecastKeeper:
         return self.predict(self.encode([prompt])[0], max_tokens, owner)
 
     def prior(self, max_tokens: int, owner: str = "") -> Forecast:
-        """Return the forecast without a prompt. Takes microseconds and may be called from any thread."""
+        """Return the forecast without a prompt. May be called from any thread."""
         return self.forecaster.prior(max_tokens) if self._owners is None else self._owners.prior(owner, max_tokens)
 
     def __len__(self) -> int:

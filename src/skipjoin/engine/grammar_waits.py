@@ -114,7 +114,7 @@ class GrammarWaits:
         request.progress.await_grammar(False)
 
     def _end_overdue(self) -> None:
-        """End the requests for which a thread works too long, which cannot be interrupted."""
+        """End requests for which a thread works too long, because it cannot be interrupted."""
         now = self._clock()
         for future, request in self._pending.items():
             begun = self._begun.setdefault(future, now) if future.running() else now

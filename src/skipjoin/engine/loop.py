@@ -119,7 +119,6 @@ class EngineLoop:
         return self.core.abort(request_id, self.clock(), reason)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Load an adapter between steps, or raise `AdapterError`."""
         try:
             self.adapter_bytes[adapter.number] = self.engine.executor.load_adapter(adapter)
         except RankError as error:
@@ -127,13 +126,12 @@ class EngineLoop:
             raise AdapterError(f"adapter {adapter.name}: all ranks were restarted meanwhile: load it again") from error
 
     def unload_adapter(self, number: int) -> None:
-        """Unload an adapter that no request uses."""
         if self.adapter_bytes.pop(number, None) is not None:
             self.engine.executor.unload_adapter(number)
 
     @property
     def cost(self) -> LinearCost:
-        """The cost model, as the steps of the last half hour were on average."""
+        """Cost model, as the steps of the last half hour were on average."""
         return self._times.matched(self._cost.current)
 
     @property

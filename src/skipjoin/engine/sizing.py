@@ -42,10 +42,9 @@ def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> S
 def device_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int, taken: int = 0
 ) -> int:
-    """Return the number of device blocks: what every rank's memory allows, at most what requests can fill.
+    """Return the device blocks that every rank's memory allows, at most what requests can fill.
 
-    Args:
-        taken: Bytes of a rank's pool that states take.
+    States take `taken` bytes of a rank's pool.
     """
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)

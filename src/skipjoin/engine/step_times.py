@@ -29,7 +29,6 @@ class StepTimes:
         self._last = self._ended = now
 
     def paused(self) -> None:
-        """Do not count the time until the next step, because there is nothing to run."""
         self._ended = None
 
     @property

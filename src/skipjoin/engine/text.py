@@ -119,7 +119,7 @@ class Choice:
 
     @property
     def values_to_format(self) -> int:
-        """Number of values of a response besides its text, which takes long to format with many."""
+        """Number of values of a response besides its text."""
         return len(self.scored) + len(self.prompt_scored)
 
     @property
@@ -132,7 +132,6 @@ class Choice:
         return scored
 
     def take_ids(self) -> list[int]:
-        """Return the token ids since the last call, if the rules keep them."""
         ids, self._ids = self._ids, []
         return ids
 

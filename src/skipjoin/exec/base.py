@@ -37,8 +37,8 @@ class Executor(Protocol[HandleT_co]):
     Blocking moves of a plan finish before its slices run, swap-outs before swap-ins. Overlapped moves start after the
     blocking moves, and not before earlier plans have started. Each move is reported once.
 
-    `submit` may read a plan's requests until the result is ready. Preemption must not change the state of a request,
-    which is kept from its first slice to `on_finished`.
+    `submit` may read a plan's requests until the result is ready. The state of a request is kept from its first slice
+    to `on_finished`, through preemptions.
     """
 
     def submit(self, plan: StepPlan, now: float) -> HandleT_co: ...

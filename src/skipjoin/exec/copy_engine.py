@@ -65,7 +65,6 @@ class OptionalKernel:
                 self._kernel = getattr(import_module(f"skipjoin.model.kernels.{module}"), name)
 
     def runs(self, work: Callable[[Any], object]) -> bool:
-        """Call `work` with the kernel, and return whether that succeeded."""
         if self._kernel is None:
             return False
         try:

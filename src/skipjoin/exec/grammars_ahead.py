@@ -24,7 +24,7 @@ class MaskState(Protocol):
 
 
 class MasksAhead(Protocol):
-    """Starts the grammars of requests, and computes the masks of the slow ones, outside of the steps.
+    """Compiles grammars of requests, and computes slow masks, outside of the steps.
 
     A future is running from the time that its work begins.
     """
@@ -40,7 +40,7 @@ class MasksAhead(Protocol):
     def state_of(self, request: Request) -> MaskState | None: ...
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
-        """Wait at most `timeout_s` until the first future is done, or all of them."""
+        """Wait until the first future is done, or all of them."""
         ...
 
 

@@ -1,5 +1,3 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds."""
-
 from __future__ import annotations
 
 import logging
@@ -71,7 +69,7 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, padded to the next size. All ranks must have graphs of the same sizes, or none."""
+    """CUDA graphs of decode steps, one launch instead of hundreds. All ranks must have the same sizes, or none."""
 
     def __init__(
         self,

@@ -53,8 +53,7 @@ class SpanCopies:
 class KVStore:
     """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy.
 
-    Attributes:
-        states: Slots for state that is no KV, whose rows move as they are; None if the model has none.
+    `states` are slots for state that is no KV, whose rows move as they are.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class KVStore:
         return move.blocks(self.device.block_size) * self.cpu.block_bytes / self.link_bytes_per_s
 
     def copy(self, move: Move) -> None:
-        """Execute a move without the GIL, or on CUDA queue it on the current stream."""
         if self.cpu is None or self._engine is None:
             raise ValueError("a plan moves KV blocks, but there is no CPU pool")
         source = self.cpu if move.direction is Direction.IN else self.device
@@ -128,7 +126,6 @@ class KVStore:
         target[state.target].copy_(source[state.source], non_blocking=True)
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows within the device, in order."""
         for source, target in pairs:
             assert self.device.states is not None
             self.device.states.tensor[target].copy_(self.device.states.tensor[source])

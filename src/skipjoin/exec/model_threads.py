@@ -25,7 +25,6 @@ class OwnThread:
         return self._pool.submit(work)
 
     def after_these(self, work: Callable[[], object]) -> None:
-        """Run `work` after the calls submitted so far."""
         with suppress(RuntimeError):  # closed
             self._pool.submit(work)
 

@@ -25,7 +25,7 @@ class Pooler:
     """Makes vectors of the hidden states that leave a forward pass.
 
     Requests are pooled one by one and in float64, so that no bit depends on the batch. A mean is a sum in the order of
-    positions, which is kept per block: a prompt that is cut, or continues after an eviction, has the same mean.
+    positions, kept per block: a prompt that is cut, or continues after an eviction, has the same mean.
     """
 
     def __init__(self, model: CausalLM, block_size: int) -> None:
@@ -34,11 +34,9 @@ class Pooler:
 
     @property
     def reads_all(self) -> bool:
-        """Whether the hidden states of all tokens are read, or those of the last one."""
         return self._settings.how != "last"
 
     def typed(self, batch: PackedBatch, slices: Sequence[Slice]) -> PackedBatch:
-        """Add the token types of pairs."""
         seconds = [_asked(slice_).second for slice_ in slices]
         if not self._model.config.is_encoder or not any(seconds):
             return batch

@@ -69,8 +69,8 @@ class MemoryBudget(NamedTuple):
     """Bytes available to a rank's KV pools after its weights are loaded.
 
     Attributes:
-        device: Device memory within the configured fraction.
-        ram: RAM of its machine; the same memory if the device is a CPU.
+        device: Within the configured fraction.
+        ram: Of its machine; the same memory if the device is a CPU.
         free: Device memory for a pool of configured size, regardless of the fraction.
     """
 
@@ -94,9 +94,7 @@ class ModelExecutor(Executor[Handle], Protocol):
         ...
 
     @property
-    def states(self) -> StateSizes | None:
-        """Slots for state that is no KV; None if the model has none."""
-        ...
+    def states(self) -> StateSizes | None: ...
 
     def touch(self, blocks: Sequence[int]) -> None: ...
 
@@ -111,10 +109,11 @@ class ModelExecutor(Executor[Handle], Protocol):
     def ahead(self) -> MasksAhead | None: ...
 
     def load_adapter(self, adapter: Adapter) -> int:
-        """Load an adapter after the plans in flight, and return its bytes; raise `AdapterError` if that is impossible.
+        """Load an adapter after the plans in flight, and return its bytes.
 
         Raises:
-            RankError: If a rank was lost.
+            AdapterError: It cannot be loaded.
+            RankError: A rank was lost.
         """
         ...
 

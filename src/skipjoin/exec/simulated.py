@@ -38,8 +38,6 @@ def stage_shares(stages: int | Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHandle:
-    """Future of a plan; `ready_at` is in seconds on the virtual clock."""
-
     outcome: StepResult
     ready_at: float
 

@@ -57,9 +57,8 @@ class _Part:
 class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished. Each
-    is called from one thread, in the same order. Only with a single stage can slices await tokens, because the stage
-    that samples must also embed.
+    A plan may begin before the previous one is finished. `begin` and `finish` are each called from one thread, in the
+    same order. Only with a single stage can slices await tokens, because the stage that samples must also embed.
 
     Args:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an

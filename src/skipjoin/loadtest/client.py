@@ -343,7 +343,6 @@ def _message(body: bytes) -> str:
 
 
 def _allow_connections() -> None:
-    """Raise the limit of open files, because each pending request holds a connection."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _CONNECTIONS if most == resource.RLIM_INFINITY else min(most, _CONNECTIONS)
     if now != resource.RLIM_INFINITY and now < wanted:

@@ -27,7 +27,6 @@ class Piece(NamedTuple):
 
     Attributes:
         text: Text of a token, which may be empty; None for an event without a token.
-        finish_reason: "stop" if the model ended the answer.
         is_end: Whether the event ends a complete stream.
     """
 
@@ -53,7 +52,7 @@ class _Choice(msgspec.Struct, gc=False):
         return self.text or (self.delta.content if self.delta is not None else None) or ""
 
     def shows_token(self) -> bool:
-        """Return whether the event has a token. Chats begin with a role only, and some tokens have no text."""
+        """Chats begin with a role only, and some tokens have no text."""
         delta = self.delta
         spoken = delta is not None and (delta.content or delta.reasoning_content)
         return self.text is not None or bool(spoken) or self.finish_reason is not None
@@ -89,7 +88,7 @@ class _Counts(msgspec.Struct, gc=False):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Return all tokens of the prompt; only Anthropic's format counts cached ones apart."""
+        """Only Anthropic's format counts cached tokens apart."""
         cached = (self.cache_creation_input_tokens or 0) + (self.cache_read_input_tokens or 0)
         return None if self.input_tokens is None else self.input_tokens + cached
 
@@ -164,8 +163,6 @@ _DECODERS = {
 
 @dataclass(slots=True)
 class Answer:
-    """Answer of one of the endpoints that load tests know, as its stream arrives."""
-
     route: Route = COMPLETIONS
     first_token: float | None = None
     last_token: float | None = None

@@ -56,7 +56,6 @@ class Target:
 
     @property
     def may_stop(self) -> bool:
-        """True if responses may be shorter than requested, because `extra` disables `ignore_eos`."""
         return not self.extra.get("ignore_eos", True)
 
 
@@ -65,7 +64,6 @@ def _routes() -> dict[str, Route]:
 
 
 def parse_prompt_ids(text: str) -> tuple[int, int]:
-    """Parse token ids such as "100-500"."""
     low, dash, high = text.partition("-")
     if not (dash and low.strip().isdecimal() and high.strip().isdecimal()):
         raise ConfigError(f"prompt_ids must be LOW-HIGH, such as 100-500, got {text!r}")

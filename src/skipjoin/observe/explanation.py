@@ -26,7 +26,7 @@ def standing(request: Request, live: Collection[Request], ordering: Ordering, fa
 def explained(
     history: History, now: float, wall: float, reasons: Mapping[str, ReasonText], standing: Standing | None
 ) -> dict[str, Any]:
-    """Return the explanation of one history, `now` on the engine's clock and `wall` seconds since the epoch.
+    """Explain one history, `now` on the engine's clock and `wall` seconds since the epoch.
 
     `standing` is None if the request has finished, or its engine does not tell.
     """

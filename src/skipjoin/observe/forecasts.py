@@ -35,10 +35,7 @@ class ForecastLog:
     def summary(self) -> Record:
         """Return accuracy figures, None where they are not defined.
 
-        Returns:
-            r_log: Correlation of the logarithms of predictions and lengths.
-            within_25: Share of predictions within 25 % of the length.
-            coverage_80: Share of lengths within their interval.
+        `r_log` correlates logarithms; `within_25` and `coverage_80` are shares within 25 % and within the interval.
         """
         pairs, covered = self._pairs, self._covered
         if not pairs:

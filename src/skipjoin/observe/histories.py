@@ -42,8 +42,6 @@ class _LiveRecord:
 
 
 class TailReasons:
-    """Reason why requests that no decision examined wait, since when."""
-
     def __init__(self) -> None:
         self._changes: deque[tuple[float, str]] = deque([(0.0, WaitReason.NOT_EXAMINED.value)], _MAX_CHANGES)
 

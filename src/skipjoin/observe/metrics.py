@@ -33,7 +33,6 @@ class Histogram:
         self._row = row
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value. Bucket bounds are inclusive."""
         self._row[bisect_left(self._bounds, value)] += times
         self._row[-1] += value * times
 
@@ -108,8 +107,6 @@ class _ClassCounts:
 
 
 class EngineMetrics:
-    """Metrics of one engine, updated from core events."""
-
     def __init__(
         self,
         *,

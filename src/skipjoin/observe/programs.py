@@ -10,10 +10,9 @@ from skipjoin.core.step import Slice
 
 @dataclass(slots=True)
 class ProgramFacts:
-    """Observations of one program.
+    """Observations of one program. Of its `calls`, `live` have not finished.
 
     Attributes:
-        calls, live: Calls that arrived, and those of them that have not finished.
         calls_s: Time from arrival to end, summed over calls.
         reached: Tokens of its longest call, whose KV the next call could find.
         recomputed: Tokens that were computed again, because their KV was lost.

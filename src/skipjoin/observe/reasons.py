@@ -1,5 +1,3 @@
-"""Wait reasons in words, each with the option that would change it."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,8 +19,6 @@ class ReasonText(NamedTuple):
 
 
 class EngineLimits(Protocol):
-    """Limits of an engine. None is unknown."""
-
     @property
     def max_num_seqs(self) -> int | None: ...
     @property

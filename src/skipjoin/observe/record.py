@@ -23,7 +23,7 @@ _NEAR_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives of real-time requests in seconds; None means no objective. A request's own target wins.
+    """Latency objectives of real-time requests in seconds. A request's own target wins.
 
     `jct_scale` sets a JCT target per request: this multiple of its output's time at light load (EconoServe section 4).
     """
@@ -48,7 +48,7 @@ def summarize(
 ) -> Record:
     """Return the record of all requests, by stream if there are several, and by service class if some are best-effort.
 
-    `now` is the end of the observation. Unfinished requests count with their age.
+    Unfinished requests count with their age at `now`, the end of the observation.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)
@@ -125,7 +125,6 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
 
 def summarize_programs(programs: Sequence[ProgramFacts]) -> Record:
-    """Return figures of programs whose calls have all finished."""
     ended = [program for program in programs if not program.live]
     calls = sum(program.calls for program in ended)
     return {

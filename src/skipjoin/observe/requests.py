@@ -1,5 +1,3 @@
-"""Timeline of each request, folded from core events. Latency metrics are defined here only."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +34,7 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class RequestFacts:
-    """Observations of one request. Times are in seconds on the observer's clock; None means not yet.
+    """Observations of one request, of which all latency metrics are computed here. Times are on the observer's clock.
 
     Durations of an unfinished request take `now` as its end, so that it counts with its age.
 

@@ -38,8 +38,7 @@ class _Open:
 class SpanLog:
     """Folds core events into the spans of traced requests, with the times of `RequestFacts`.
 
-    Args:
-        on_end: Called with each finished request and its spans. The first span contains the others.
+    `on_end` is called with each finished request and its spans. The first span contains the others.
     """
 
     def __init__(self, on_end: Callable[[Request, list[Span]], None]) -> None:

@@ -38,8 +38,6 @@ class StepSummary:
 
 
 class StepLog:
-    """Folds core events into step summaries."""
-
     def __init__(self) -> None:
         self._summaries: deque[StepSummary] = deque(maxlen=_MAX_SUMMARIES)
         self._preemptions = 0  # since the last step
@@ -58,7 +56,6 @@ class StepLog:
                     last.blocks_out += blocks
 
     def take(self) -> list[StepSummary]:
-        """Return the summaries since the last call."""
         found = list(self._summaries)
         self._summaries.clear()
         return found

@@ -101,8 +101,7 @@ class Timeline:
     phase, in the lowest free slot; `left` says why it ended. With pipeline stages, each stage has a lane with its part
     of every step and with bubbles, drawn as early as its lane, the decision and the next stage allow.
 
-    Args:
-        file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.
+    Methods that write to the file raise OSError on failure; `close` leaves it open.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -25,8 +25,6 @@ from skipjoin.observe.residency import Residency
 
 
 class SharedEndUse:
-    """Statistics of bidirectional blocks and their checkpoints."""
-
     def __init__(self) -> None:
         self.slots = 0
         self.restores = 0

@@ -32,8 +32,7 @@ class Moment(NamedTuple):
 class WaitTimes:
     """Seconds by reason of one request, and its current wait.
 
-    Attributes:
-        freed: When it became eligible; None while it waits in the tail (`mark` is set) or for its own reason.
+    `freed` is when it became eligible; None while it waits in the tail (`mark` is set) or for its own reason.
     """
 
     __slots__ = ("freed", "mark", "reason", "seconds", "since")

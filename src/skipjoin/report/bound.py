@@ -66,8 +66,6 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class MaximumRate:
-    """Maximum rate at which a bound holds; `at_least` if it holds at every measured rate."""
-
     rate_rps: float
     at_least: bool
 
@@ -76,7 +74,6 @@ class MaximumRate:
 
 
 def parse_bound(text: str) -> Bound:
-    """Parse a bound such as "normalized_latency_s.mean<=0.3"."""
     match = _BOUND.fullmatch(text)
     if match is None:
         raise ConfigError(f"bound must read FIELD<=NUMBER, with <=, >=, < or >, got {text!r}")

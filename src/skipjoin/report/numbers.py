@@ -1,12 +1,10 @@
-"""Numbers and durations as people write them."""
-
 from __future__ import annotations
 
 import math
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Return a number with up to `digits` significant digits before or after the point, without an exponent."""
+    """Format with up to `digits` significant digits before or after the point, without an exponent."""
     decimals = digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

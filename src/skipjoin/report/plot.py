@@ -25,7 +25,7 @@ class View:
     """Options of a plot.
 
     Attributes:
-        metric: Dotted field of a "latency" plot. None uses the bound's field, or else the mean normalized latency.
+        metric: Field of a "latency" plot. None uses the bound's, or else the mean normalized latency.
         bound: Drawn in plots of its field, with each system's maximum rate.
     """
 
@@ -125,7 +125,6 @@ def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
 
 
 def check_picture(path: Path) -> None:
-    """Raise `ConfigError` if no single picture can be written there."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():

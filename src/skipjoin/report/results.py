@@ -1,5 +1,3 @@
-"""Files of result records: a JSON array with one object per recipe, workload, rate and seed."""
-
 from __future__ import annotations
 
 import json
@@ -37,7 +35,7 @@ _PERCENTILES = 101
 
 
 class ResultsFile:
-    """File of result records that is complete and readable after every `append`.
+    """Result records as a JSON array that is complete and readable after every `append`.
 
     Args:
         existing: "refuse" an existing file, "replace" it at the first append, or "extend" it.
@@ -76,7 +74,6 @@ class ResultsFile:
             partial.unlink(missing_ok=True)
 
     def sort(self, key: Callable[[Record], Any]) -> None:
-        """Sort records, because parallel runs finish in any order."""
         self._lines.sort(key=lambda line: key(json.loads(line)))
         self._write()
 

@@ -23,10 +23,7 @@ _TRANSFER_S = 0.2
 class Calibration:
     """Measures step costs while an engine has nothing to do, and keeps them for the next start.
 
-    Args:
-        cost_of: Returns the cost model of a profile for the engine.
-        host_s: The engine's CPU time per step.
-        before: Profile with a poor fit, which is replaced by a better one.
+    `before` is a profile with a poor fit, which is replaced by a better one.
     """
 
     def __init__(
@@ -58,11 +55,7 @@ class Calibration:
         return True
 
     def run(self, kv: KVLedger, cost: LinearCost) -> LinearCost | None:
-        """Run one step in blocks that hold nothing; return the cost model after the last, unless its fit is poor.
-
-        Args:
-            cost: Estimates the time of steps.
-        """
+        """Run one step in blocks that hold nothing; return the cost model after the last, unless its fit is poor."""
         loaded, executor = self._loaded, self._loaded.executor
         if self._measurement is None:
             if (found := cached_profile(loaded.key)) is not None and found != self._before:

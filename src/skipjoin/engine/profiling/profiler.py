@@ -147,7 +147,6 @@ class Measurement:
     def profile(
         self, config: ModelConfig, key: ProfileKey, transfers: Mapping[Direction, Transfer], host_s: float
     ) -> Profile:
-        """Return what was measured. `host_s` is the engine's CPU time per step."""
         rank_specs, block_size = self._executor.rank_specs, self._executor.pools[-1]
         # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
         # quartile is closer to the step's own time than the median.

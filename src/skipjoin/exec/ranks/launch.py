@@ -1,5 +1,3 @@
-"""How an engine starts the processes of its ranks: as its own (`own_ranks`), or by Ray (`ray_ranks`)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ class RankListener:
         self.secret = secrets.token_bytes(32)
 
     def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """Accept the links to all ranks, in rank order, in time. Connections without the secret delay no others."""
+        """Accept the links to all ranks, in rank order. Connections without the secret delay no others."""
         links: dict[int, TcpLink] = {}
         greeted: SimpleQueue[tuple[Connection, int]] = SimpleQueue()
         deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
+"""Messages between the driver and the ranks, encoded as msgpack.
 
 A message holds what a rank does not know yet of each request. A checksum over this and all earlier messages precedes
 it, so that a rank detects a missed, repeated or reordered one.

@@ -1,5 +1,3 @@
-"""What the process of a rank runs. Imports torch only when the rank gets a model, so that ranks start without delay."""
-
 from __future__ import annotations
 
 import socket
@@ -14,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class RankHost:
-    """Target of an engine's calls: `open_store` on rank 0 of several, and then methods of `RankProcess`."""
+    """Target of an engine's calls: `open_store` on rank 0 of several, and then methods of `RankProcess`.
+
+    It imports torch only when the rank gets a model, so that ranks start without delay.
+    """
 
     def __init__(self, ip: str) -> None:
         self._ip = ip

@@ -24,7 +24,7 @@ class RankMaskState:
     answers: Answers = field(default_factory=list)
 
     def note(self, answers: Answers) -> None:
-        """Combine the answers of all ranks: a request is slow if it is slow on one, and is charged the longest time."""
+        """Combine the answers: a request is slow if it is slow on one rank, and is charged the longest time."""
         self.is_slow = any(is_slow for is_slow, _ in answers)
         self.uncharged_s += max(seconds for _, seconds in answers)
 
@@ -33,7 +33,7 @@ class RankMasks:
     """`MasksAhead` on ranks. A mask is computed when it is on all ranks that sample.
 
     Args:
-        send: Sends all ranks the order to compute a request's mask, and returns the request's number.
+        send: Orders all ranks to compute a request's mask, and returns the request's number.
         receive: Receives the messages that have come. Given a rank, waits for its next one at most some seconds.
     """
 
@@ -87,5 +87,4 @@ class RankMasks:
             state.future.set_result(state)
 
     def on_finished(self, request: Request) -> None:
-        """Forget a request. Its order, if it has one, is still answered."""
         self._states.pop(request, None)

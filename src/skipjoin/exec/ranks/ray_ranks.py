@@ -1,5 +1,3 @@
-"""Ranks as actors that Ray places on the machines of a cluster."""
-
 from __future__ import annotations
 
 import platform

@@ -130,7 +130,6 @@ class ShardedExecutor:
             link.send(message)
 
     def _adapter_answer(self, rank: int, deadline: float) -> AdapterDone:
-        """Return a rank's answer, which follows those to plans in flight."""
         early, adapted = self._early[rank], self._adapted[rank]
         while not adapted:
             if early and isinstance(answer := early[-1], RankFailed):

@@ -76,7 +76,6 @@ def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], 
 def at_one_rate(
     kind: str, lines: Sequence[Line], rate_rps: float | None, warn: Warn
 ) -> tuple[float | None, list[Line]]:
-    """Return the lines at the given rate, or else at the highest common one."""
     if rate_rps is None:
         common = set.intersection(*(set(map(rate_of, line.records)) for line in lines))
         if not common:

@@ -133,7 +133,6 @@ def _fits(figure: Figure, labels: Sequence[str], columns: int) -> bool:
 
 
 def field_label(field: str) -> str:
-    """Return an axis label with the unit of a dotted field: "ttft_s.p95" gives "TTFT, p95 (s)"."""
     *path, last = field.split(".")
     owner = f"{path[1]}: " if len(path) > 1 and path[0] == "classes" else ""
     if path and path[-1] in _KNOWN:

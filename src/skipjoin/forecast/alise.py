@@ -33,9 +33,9 @@ _MIN_SPREAD = 0.2
 class Alise:
     """Weighted mean length of the k most similar prompts that are similar enough, else the perceptron's estimate.
 
-    After training, the first is blended with the second, which orders requests better than either alone. Weights are
-    normalized, unlike in Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration widens it. The
-    index learns exact lengths only.
+    After training, both are blended, which orders requests better than either alone. Weights are normalized, unlike in
+    Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration widens it. The index learns exact
+    lengths only.
     """
 
     name = "alise"
@@ -48,7 +48,6 @@ class Alise:
         return self._index.entries
 
     def begin(self, decoder: Mlp, tuning: Tuning, vectors: Array, tokens: Array) -> None:
-        """Start from a trained decoder and from known prompts, (n, width) and (n,)."""
         self._mlp, self._tuning = decoder, tuning
         for vector, length in zip(vectors, tokens.tolist(), strict=True):
             self._index.add(vector, length, True)

@@ -29,7 +29,7 @@ def words(text: str) -> list[int]:
 
 
 class Hashed(NamedTuple):
-    """Sparse features of a prompt, of which the first `hashes` stand for tokens; `ids` are below `FEATURES`."""
+    """Sparse features, of which the first `hashes` stand for tokens; `ids` are below `FEATURES`."""
 
     ids: Array
     weights: Array
@@ -87,7 +87,7 @@ class Encoder(Protocol):
 
 
 class HashedTokens:
-    """Encoder that folds the hashed features into `WIDTH` dimensions with random signs."""
+    """Folds the hashed features into `WIDTH` dimensions with random signs."""
 
     batch, width = 1, WIDTH
     name = f"hashed-{WIDTH}"

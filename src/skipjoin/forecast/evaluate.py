@@ -1,5 +1,3 @@
-"""Evaluation of forecasters on recorded texts: ALISE's table 2 with more columns."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -94,7 +92,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Accuracy of forecasts. Fields are None where they do not apply.
+    """Accuracy of forecasts, of ALISE's table 2 and more. Fields are None where they do not apply.
 
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
@@ -242,7 +240,7 @@ class Pairs:
         self._signs = np.sign(true[self._left].astype(np.float64) - true[self._right])
 
     def in_order(self, expected: Array) -> float:
-        """Return the share of pairs that the forecasts `expected`, (n,), put in order; ties count half."""
+        """Return the share of pairs that the forecasts put in order; ties count half."""
         if not len(self._signs):
             return 0.5
         signs = np.sign(expected[self._left] - expected[self._right]) * self._signs

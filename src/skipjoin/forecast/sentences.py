@@ -63,11 +63,10 @@ def _load(name: str) -> _Loaded:
 
 
 class SentenceEncoder:
-    """Encoder that averages the last hidden states of a model such as BERT on the CPU.
+    """Averages the last hidden states of a model such as BERT on the CPU.
 
-    Args:
-        remembered: Number of texts whose vectors are kept, for simulations that replay a trace. In a server, a client
-            could notice by the time that another client had sent a text.
+    `remembered` texts keep their vectors, for simulations that replay a trace. In a server, a client could notice by
+    the time that another client had sent a text.
     """
 
     batch = _BATCH

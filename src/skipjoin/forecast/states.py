@@ -42,7 +42,6 @@ def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
 
 
 def states_of(parent: Path, served: str | None = None) -> list[Path]:
-    """Return the states of the model that was served by that name, or all."""
     return [folder for folder in states(parent) if served is None or described_field(folder, "served") == served]
 
 

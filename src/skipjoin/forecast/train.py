@@ -81,7 +81,6 @@ class _Rows(NamedTuple):
 
 
 def part_of_group(group: str) -> int:
-    """Return the part of all rows of a group: `TRAINING` or one of `HALVES`."""
     drawn = crc32(group.encode())
     # `predict evaluate` splits traces by the parity, which must not decide the half.
     return TRAINING if drawn % _HELD_OUT else HALVES[drawn // (2 * _HELD_OUT) % 2]
@@ -102,7 +101,7 @@ def train_online(
 def train_alise(
     forecaster: Forecaster, model: Alise, samples: Sequence[Sample], parts: Sequence[int], progress: Progress
 ) -> Training:
-    """Train `model`, the untrained one of `forecaster`. Held-out rows choose and calibrate, and are learned then."""
+    """Train the untrained `model` of `forecaster`. Held-out rows choose and calibrate, and are learned then."""
     known, unseen, halves = _split(_encoded(forecaster, samples, progress), parts)
     prior_order = _prior_order(forecaster, known, unseen, halves)
     known = known.at(np.arange(len(known.prompts))[-model.entries :])
@@ -129,7 +128,6 @@ def _encoded(forecaster: Forecaster, samples: Sequence[Sample], progress: Progre
 
 
 def _split(rows: _Rows, parts: Sequence[int]) -> tuple[_Rows, _Rows, Array]:
-    """Return the rows to train with, those held out, and the half of each of the latter."""
     part = np.asarray(parts)
     return rows.at(np.flatnonzero(part == TRAINING)), rows.at(np.flatnonzero(part)), part[part != TRAINING]
 
@@ -148,7 +146,6 @@ def _prior_order(forecaster: Forecaster, known: _Rows, unseen: _Rows, halves: Ar
 
 
 def _order(logs: Sequence[Array], unseen: _Rows, halves: Array) -> float:
-    """Return the mean share of pairs in order within each half, whose forecasts are in `logs`."""
     return float(
         np.mean(
             [
@@ -176,9 +173,7 @@ def _decoders(known: _Rows, unseen: _Rows, progress: Progress) -> list[Mlp]:
 class _Candidates:
     """Forecasts of held-out rows by each choice of decoder, k, s0 and share.
 
-    Args:
-        similarity: Similarities of the most similar known prompts, (unseen, k), best first.
-        lengths: Lengths of their outputs.
+    `similarity` and `lengths`, (unseen, k), are of the most similar known prompts, best first.
     """
 
     def __init__(self, decoders: Sequence[Mlp], similarity: Array, lengths: Array, unseen: _Rows) -> None:
@@ -224,7 +219,7 @@ class _Candidates:
 
 
 def _nearest(known: _Rows, unseen: _Rows, progress: Progress) -> tuple[Array, Array]:
-    """Return the similarities and the lengths of the most similar known prompts, (unseen, k) each, best first."""
+    """Return the similarities and lengths of the most similar known prompts, (unseen, k) each, best first."""
     count = min(max(_NEIGHBORS), len(known.prompts))
     similarities, lengths = [], []
     for start in range(0, len(unseen.prompts), _AT_ONCE):

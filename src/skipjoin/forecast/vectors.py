@@ -27,11 +27,7 @@ class Vectors(Protocol):
     def state(self, indices: Array) -> dict[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Restore the last `kept` vectors of a `state`, and return their indices.
-
-        Args:
-            same: Whether the state is of a store with the same capacity.
-        """
+        """Restore the last `kept` vectors of a `state`, and return their indices; `same` if capacities are equal."""
         ...
 
 

@@ -19,8 +19,6 @@ _CLOSERS = "]},;`"
 
 
 class PartKind(Enum):
-    """Kind of a part, or of the tokens of a mark between parts."""
-
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
@@ -147,7 +145,7 @@ class CallsReader:
         return rest if found else None
 
     def close(self, opening: str = "", closing: str = "") -> list[Part]:
-        """Return the rest. `opening` and `closing` are the marks of the region, which become content with it."""
+        """Return the rest. The marks of the region become content with it."""
         held, self.held = self.held, ""
         if self._calls.tags is not None:
             return self._tagged(held) or [Part(opening + held + closing)]

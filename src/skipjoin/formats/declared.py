@@ -35,7 +35,7 @@ def declared_format(template: Any, known: OutputFormat | None) -> OutputFormat:
     """Return the format that a response template declares; `known` completes it.
 
     Raises:
-        UnknownTemplateError: If it is not of the subset that can be read while tokens arrive, and enforced.
+        UnknownTemplateError: It cannot be read while tokens arrive, or not be enforced.
     """
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping) or template.get("version", 1) != 1:

@@ -1,5 +1,3 @@
-"""Grammars of tool calls, and of other constraints that begin after the reasoning."""
-
 from __future__ import annotations
 
 import json

@@ -29,14 +29,10 @@ def new_call_id(output_format: OutputFormat) -> str:
 
 
 class MessageReader:
-    """Reader of one message, which splits it into content, reasoning and tool calls while it is generated.
+    """Splits one message into content, reasoning and tool calls while it is generated.
 
     The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format is content
-    unless it is a call.
-
-    Args:
-        schemas: Schemas of the functions' arguments, for formats that do not write JSON.
-        new_id: Returns the id of the next call. None for random ids.
+    unless it is a call. `schemas` are those of the functions' arguments, for formats that do not write JSON.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""Tools of models whose chat templates know none: a format of calls that is written into the prompt as text."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,10 @@ def prompted_format(known: OutputFormat | None) -> OutputFormat:
 def prompted_messages(
     messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], calls: Calls, *, has_system: bool
 ) -> list[dict[str, Any]]:
-    """Return a conversation with tools as text; without `has_system`, the first message of the user describes them."""
+    """Return a conversation with tools as text, for models whose templates know none.
+
+    Without `has_system`, the first message of the user describes them.
+    """
     found: list[dict[str, Any]] = []
     is_result = False  # the last message has results, which go on with the next ones, because templates want turns
     for message in messages:

@@ -339,7 +339,6 @@ FORMATS = (DEEPSEEK, DEEPSEEK_SEP, HARMONY, GEMMA, MISTRAL_ARGS, MISTRAL, QWEN_C
 
 
 def find_format(template: str) -> OutputFormat | None:
-    """Return the format of a chat template, or None if it has neither reasoning nor calls of a known format."""
     for found in FORMATS:
         if any(all(sign in template for sign in group) for group in found.signs):
             think = found.think

@@ -39,7 +39,6 @@ class TemplateInput:
         has_one_call: A message has one call. Of several, the template loses or rejects the others.
         joins_thoughts: A message with calls has text or reasoning, and the template rejects both.
         keeps_systems: System messages after the first one are not lost.
-        id_length: As in `Calls`.
     """
 
     parts: frozenset[str] = frozenset()
@@ -130,11 +129,8 @@ def regrouped(given: Sequence[Mapping[str, Any]], *, has_system: bool = True) ->
     """Return a conversation for templates that want one system message, first, and turns that alternate.
 
     Agents send several system messages, also between turns, and several messages of the user in a row. System messages
-    at the beginning become one, later ones belong to the user's turn, and messages in a row are joined by empty lines.
-
-    Args:
-        given: Messages in OpenAI's form.
-        has_system: If False, the system message becomes the beginning of the user's first turn.
+    at the beginning become one (without `has_system`, the beginning of the user's first turn), later ones belong to the
+    user's turn, and messages in a row are joined by empty lines.
     """
     found: list[dict[str, Any]] = []
     is_begin = has_system
@@ -153,7 +149,6 @@ def regrouped(given: Sequence[Mapping[str, Any]], *, has_system: bool = True) ->
 
 
 def has_late_systems(given: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a system message follows another message."""
     return any(message.get("role") in ("system", "developer") for message in given[1:])
 
 
@@ -219,10 +214,7 @@ def find_input(render: Render) -> TemplateInput:
 
 
 def _loses(render: Render, form: TemplateInput, messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
-    """Return whether a template has no text, or one without a mark, for messages of which it knows the last one's kind.
-
-    It must write a call with text.
-    """
+    """Return whether a template, which must write a call with text, has no text or one without a mark for messages."""
     user = {"role": "user", "content": _MARKS["user"]}
     has_calls = _CALLED in (render(form.messages([user, _calling(_MARKS["assistant"])]), [_TOOL]) or "")
     return has_calls and mark not in (render(form.messages(messages), [_TOOL]) or "")

@@ -1,5 +1,3 @@
-"""Tells whether the alternatives of `oneOf` exclude each other, so that it means the same as `anyOf`."""
-
 from __future__ import annotations
 
 import json
@@ -17,7 +15,10 @@ Resolve = Callable[[str], Any]
 
 
 def are_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
-    """Return whether no value has two of several schemas, as far as types, constants and required properties tell."""
+    """Return whether no value has two schemas of a `oneOf`, so that it means the same as `anyOf`.
+
+    Types, constants and required properties tell.
+    """
     if len(options) > _MAX_ALTERNATIVES:
         return False
     found = [_resolved(option, resolve) for option in options]

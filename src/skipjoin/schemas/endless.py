@@ -1,5 +1,3 @@
-"""Finds schemas whose every value contains another one without end."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -27,12 +25,7 @@ def endless_reference(schema: Any) -> str | None:
 
 
 class _Search:
-    """One round over all references.
-
-    Attributes:
-        ending: References to schemas of which some value ends.
-        endless: The first other reference of this round.
-    """
+    """One round over all references: some value ends of those in `ending`; `endless` is the first other one."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

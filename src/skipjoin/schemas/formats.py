@@ -25,7 +25,6 @@ _PLAIN = r"A-Za-z0-9._~!$&'()*+,;=\-"
 
 
 def _reference(beyond: str, *, is_absolute: bool) -> str:
-    """Return the pattern of a URI or of a reference, which may be relative."""
     plain = _PLAIN + beyond
     part, first, name = (f"(?:[{plain}{more}]|{_ESCAPED})" for more in (":@", "@", ""))
     user, host = f"(?:[{plain}:]|{_ESCAPED})*@", rf"(?:\[[0-9A-Fa-fv:.]+\]|{name}*)"

@@ -1,5 +1,3 @@
-"""Patterns without look-ahead, which no grammar has."""
-
 from __future__ import annotations
 
 import re
@@ -35,7 +33,7 @@ def check_escapes(pattern: str) -> None:
 
 
 def without_look_ahead(pattern: str) -> list[str]:
-    """Return patterns that match the texts that `pattern` matches, all of them together.
+    """Return patterns without look-ahead, which no grammar has, that together match what `pattern` does.
 
     A look-ahead at the very beginning is a pattern of its own, as in passwords: `^(?=.*[0-9]).{8,}$`. Patterns with
     others are returned unchanged.
@@ -73,7 +71,7 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 def _plain_decimal(pattern: str) -> str:
-    """Return a pattern of decimal numbers that the pattern of pydantic's `Decimal` allows, or any other unchanged.
+    """Return a pattern of decimal numbers for that of pydantic's `Decimal`, or any other unchanged.
 
     pydantic's pattern with `max_digits` and `decimal_places` allows any text, because one alternative may be empty
     and has no end.

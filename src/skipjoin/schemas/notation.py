@@ -6,11 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """Notation of JSON texts.
+    """Notation of JSON texts. With `is_lenient`, keywords that cannot be enforced are ignored.
 
-    Attributes:
-        whitespace: Regular expression of the white space between tokens; None for none.
-        is_lenient: Keywords that cannot be enforced are ignored.
+    `whitespace` is the regular expression of the white space between tokens; None for none.
     """
 
     whitespace: str | None = None

@@ -38,7 +38,6 @@ def exact(value: float) -> Fraction:
 
 
 def is_inexact(value: Any) -> bool:
-    """Return whether a JSON value contains a number that the compiler would change."""
     if isinstance(value, dict):
         return any(map(is_inexact, value.values()))
     if isinstance(value, list):

@@ -1,5 +1,3 @@
-"""References within a schema: JSON pointers in fragments of URIs, or names that `$id` and `$anchor` give."""
-
 from __future__ import annotations
 
 import re
@@ -16,7 +14,7 @@ def quoted(ref: str) -> str:
 
 
 class Names:
-    """Names of the schemas within `root`, by which references become pointers from the root.
+    """Names of the schemas within `root`, by `$id` and `$anchor`, by which references become pointers from the root.
 
     The argument `parts` yields the schemas directly within one, with the steps from it to them.
     """

@@ -1,5 +1,3 @@
-"""Rewrites a JSON schema so that the compiler of grammars enforces exactly what it says, or refuses it."""
-
 from __future__ import annotations
 
 import copy
@@ -45,7 +43,10 @@ class Simplified(NamedTuple):
 
 
 def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
-    """Simplify a schema. Keywords that cannot be enforced raise `GrammarError`, or are ignored with `is_lenient`."""
+    """Rewrite a schema so that the compiler of grammars enforces exactly what it says.
+
+    Keywords that cannot be enforced raise `GrammarError`, or are ignored with `is_lenient`.
+    """
     return _Simplifier(is_lenient=is_lenient).run(schema)
 
 

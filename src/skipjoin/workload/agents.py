@@ -44,7 +44,6 @@ class Agents:
     Attributes:
         calls: Bounds of the number of calls, whose logarithm is uniform.
         templates: Number of system prompts, one of which begins each program.
-        slow_share: Share of slow tools.
     """
 
     calls: tuple[int, int] = (2, 40)

@@ -21,7 +21,7 @@ class Arrivals(Protocol):
         ...
 
     def times(self, random: random.Random) -> Iterator[float]:
-        """Yield non-decreasing arrival times in seconds, indefinitely. The first one comes one gap after 0."""
+        """Yield non-decreasing arrival times, indefinitely. The first one comes one gap after 0."""
         ...
 
 
@@ -92,7 +92,6 @@ class Burst:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """Parse `poisson`, `constant`, `gamma:CV` or `burst:FACTOR,SHARE,LENGTH`."""
     name = text.strip()
     form, colon, rest = name.partition(":")
     if form in ("poisson", "constant"):

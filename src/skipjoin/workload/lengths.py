@@ -73,9 +73,7 @@ def _whole(tokens: float) -> int:
 class PromptBin:
     """Requests of adjacent prompt lengths, up to the share `upto` of all requests.
 
-    Attributes:
-        prompt: Prompt tokens at equally spaced quantiles of the bin, including its ends.
-        output: Output tokens at the table's output levels.
+    Prompt tokens are at equally spaced quantiles of the bin, with its ends, and output tokens at the table's levels.
     """
 
     upto: float

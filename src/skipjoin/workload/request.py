@@ -12,10 +12,8 @@ from skipjoin.workload.prefixes import PromptParts, SharedPrefix
 class WorkloadRequest(NamedTuple):
     """Request to send, `at` seconds from the start; `deadline_s` counts from there.
 
-    Attributes:
-        program: Name of its program; empty for none.
-        pause_s: Seconds after which the call follows the end of its program's call before. None, as for each first
-            call, if it is sent at its own time.
+    `pause_s` are the seconds after which the call follows the end of its program's call before. It is None for each
+    first call, and for others that are sent at their own time.
     """
 
     at: float

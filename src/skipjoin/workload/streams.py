@@ -110,7 +110,6 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """Parse a stream such as `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`."""
     fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
     return Closed(
         fields["name"],

@@ -50,10 +50,7 @@ def _continued(head: Sequence[Line], rest: Iterator[Line], error: ConfigError | 
 
 
 def _per_s(lines: Sequence[Line]) -> int:
-    """Return the units of timestamps in a second.
-
-    Mooncake's are integers of milliseconds. Traces of the same form, such as Qwen-Bailian's, have fractions of seconds.
-    """
+    """Mooncake's timestamps are integers of milliseconds. Traces of the same form have fractions of seconds."""
     times = [cell for line in lines if _is_number(cell := line.cell("arrival_s")) and abs(cell) < _MAX_TIME]
     gap = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
     has_fractions = any(time != int(time) for time in times)

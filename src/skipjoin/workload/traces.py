@@ -49,8 +49,6 @@ KNOWN_COLUMNS = (
 
 
 class TraceRow(NamedTuple):
-    """One recorded request; fields that its file lacks are None."""
-
     arrival_s: float | None
     prompt_tokens: int
     output_tokens: int
@@ -207,7 +205,6 @@ def _row(line: Line, previous: TraceRow | None, names: _Names, per_s: int) -> Tr
 
 
 def _call(line: Line) -> tuple[str, float | None]:
-    """Return the program of a call, empty for none, and the pause before it."""
     name, pause = line.cell("program"), line.cell("pause_s")
     program = "" if name is None else str(name)
     if name is not None and not is_program_name(program):

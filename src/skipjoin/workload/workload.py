@@ -120,7 +120,7 @@ class Replay:
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """Return jobs as in `Workload`. With neither `duration_s` nor `limit`, each row is used once."""
+        """With neither `duration_s` nor `limit`, each row is used once."""
         rows = len(self.trace.rows)
         if duration_s is None and limit is None:
             limit = rows

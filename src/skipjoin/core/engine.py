@@ -87,7 +87,7 @@ class EngineCore:
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
-        """Replace the request's forecast; return False if it has finished."""
+        """Return False if the request has finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -147,11 +147,9 @@ class EngineCore:
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        """Simulate the decode-only steps after the plan that `steady` returned, in which no request finishes.
+        """Simulate the decode-only steps, which end at `ends`, after the plan that `steady` returned, without a finish.
 
-        Args:
-            since: Time of the steady plan's result.
-            ends: Times of the steps.
+        `since` is the time of the steady plan's result.
 
         Raises:
             ValueError: There are too few blocks.

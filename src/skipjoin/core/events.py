@@ -70,8 +70,7 @@ class Preempted(NamedTuple):
 class Waited(NamedTuple):
     """A request's wait reason changed. The wait ends when a plan contains the request.
 
-    Attributes:
-        reason: None if the planner no longer examines the request, so that `Planned.tail` applies.
+    The reason is None if the planner no longer examines the request, so that `Planned.tail` applies.
     """
 
     request: Request
@@ -138,12 +137,7 @@ class Token(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A request left the engine.
-
-    Attributes:
-        detail: Cause and remedy of an ERROR; may be shown to the client.
-        is_refused: Whether the request exceeds a limit.
-    """
+    """A request left the engine. `detail` is the cause and remedy of an ERROR, and may be shown to the client."""
 
     request: Request
     now: float

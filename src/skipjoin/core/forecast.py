@@ -60,11 +60,9 @@ def _edges(place: int) -> tuple[int, float]:
 
 
 class Forecast(NamedTuple):
-    """Predicted output length of a request, made before its first token.
+    """Predicted output length of a request, at least 1 token, made before its first one.
 
-    Attributes:
-        tokens: Expected number of output tokens, at least 1.
-        mass: Probability of each bin of `LENGTH_EDGES`, without trailing zeros; empty if unknown.
+    `mass` has the probability of each bin of `LENGTH_EDGES`, without trailing zeros; empty if unknown.
     """
 
     tokens: float

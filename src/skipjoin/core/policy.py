@@ -15,8 +15,6 @@ from skipjoin.core.step import Slice, StepShape
 
 
 class CostModel(Protocol):
-    """Estimated durations of work, in seconds."""
-
     @property
     def revision(self) -> int:
         """Version of the estimates, with which callers discard what they cached."""
@@ -30,7 +28,7 @@ class CostModel(Protocol):
     def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:
-        """Return the time to transfer KV blocks in one direction."""
+        """Return the seconds to transfer KV blocks in one direction."""
         ...
 
 
@@ -132,7 +130,7 @@ class Retention(Protocol):
     """Policy that decides how long KV of finished requests is worth more than other cached KV."""
 
     def keep_until(self, request: Request, now: float) -> float | None:
-        """Return the time until which the KV of a program's call is kept that has finished; None if it is not."""
+        """Return the time until which the KV of a program's finished call is kept; None if it is not."""
         ...
 
 

@@ -23,7 +23,7 @@ from skipjoin.core.step import Slice
 
 
 def explanation(policy: object, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
-    """Return the facts of a policy's method `explain(request, now, kv)`, which it may lack."""
+    """Return the facts of a policy's method `explain`, which it may lack."""
     explain = getattr(policy, "explain", None)
     return [] if explain is None else list(explain(request, now, kv))
 

@@ -64,9 +64,7 @@ class ContentPrefix:
 class NamedPrefix:
     """Keys from given names, for traces without texts. Output has no keys.
 
-    Args:
-        names: Equal names mean equal slices at the same position after equal ones.
-        part: Tokens per slice, a multiple of `block_size`.
+    Equal names mean equal slices, of `part` tokens, a multiple of `block_size`, at the same position after equal ones.
     """
 
     __slots__ = ("_keys", "_reversed")

@@ -28,7 +28,7 @@ class ServiceClass(StrEnum):
 
 
 class Target(NamedTuple):
-    """Soft latency objectives in seconds: time to first token, time per output token after it, job completion time."""
+    """Soft latency objectives: time to first token, time per output token after it, job completion time."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -47,7 +47,7 @@ class Trace(NamedTuple):
     Attributes:
         parent: W3C `traceparent`; empty or invalid starts a new trace.
         request_id: Id by which the client knows the request.
-        response_id, operation: Id of the response, and what is asked for by OpenTelemetry's name.
+        operation: What is asked for, by OpenTelemetry's name.
     """
 
     parent: str
@@ -59,10 +59,8 @@ class Trace(NamedTuple):
 class ProgramId(NamedTuple):
     """Id of a program, such as an agent's run, whose calls wait for the results of earlier ones.
 
-    Attributes:
-        owner: Whose program it is. Equal names of two owners are two programs.
-        is_stated: Whether the client names a program. Otherwise the name may be that of several programs, and a call
-            with a shorter prompt than the one before begins another one.
+    Equal names of two owners are two programs. Unless the client states the name, it may be that of several programs,
+    and a call with a shorter prompt than the one before begins another one.
     """
 
     owner: str
@@ -97,7 +95,7 @@ class RequestOptions:
 
     @property
     def kv_salt(self) -> bytes:
-        """Bytes that are equal for requests that may share KV, which depends on the adapter."""
+        """Equal for requests that may share KV, which depends on the adapter."""
         salt = self.cache_salt.encode()
         # No salt begins with this byte, since it is none of UTF-8.
         return b"\xff" + self.adapter.to_bytes(8, "big") + salt if self.adapter else salt
@@ -229,7 +227,6 @@ class Progress:
         self.awaits_grammar = waits
 
     def expect(self, forecast: Forecast | None, target: Target | None = None) -> None:
-        """Replace the forecast, and the target if one follows from it."""
         self.forecast = forecast
         self.target = self.target if target is None else target
 

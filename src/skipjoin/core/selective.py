@@ -1,5 +1,3 @@
-"""Admission that passes over requests that do not fit, at a cost independent of the queue."""
-
 from __future__ import annotations
 
 import heapq
@@ -18,8 +16,8 @@ Limits = Callable[[], Sequence[int]]
 def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
     """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
 
-    `limits` is called again after each request, which may have taken blocks. An ordering without a method `fitting`
-    finds none.
+    The cost is independent of the queue. `limits` is called again after each request, which may have taken blocks. An
+    ordering without a method `fitting` finds none.
     """
     find = getattr(ordering, "fitting", None)
     found: Iterator[Request] = iter(()) if find is None else find(limits, kv)

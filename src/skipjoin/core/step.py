@@ -75,9 +75,7 @@ class StateSizes(NamedTuple):
     ) -> StateSizes:
         """Return the slots that fit into a part of each KV pool; none on the device if not even one does.
 
-        Args:
-            block_bytes: Size of a KV block on the link.
-            seqs: Most requests of a step.
+        A KV block has `block_bytes` on the link, and a step at most `seqs` requests.
         """
         here, there = (int(size * STATE_SHARE) // state_bytes for size in (pool_bytes, swap_bytes))
         return cls(
@@ -104,7 +102,6 @@ class Move(NamedTuple):
         request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks.
         tokens: Number of tokens that the copied slots hold.
         spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
-        state: Copy of the request's state; see `StatePlan`.
     """
 
     direction: Direction
@@ -197,11 +194,9 @@ class StepPlan:
 
 
 class StageTime(NamedTuple):
-    """Seconds that one pipeline stage spent on a step.
+    """Seconds that one pipeline stage worked on a step, blocking moves included, and was idle before it.
 
-    Attributes:
-        busy: Work, blocking moves included.
-        idle: Gap after the stage's previous step; 0 in its first step.
+    The gap is 0 in its first step.
     """
 
     busy: float

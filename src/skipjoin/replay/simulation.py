@@ -21,8 +21,6 @@ _CURVE_POINTS = 100
 
 
 class Outcome(NamedTuple):
-    """Times of all requests. `preemptions` is None if they were not counted."""
-
     name: str
     ttft_s: list[float]
     jct_s: list[float]

@@ -12,7 +12,7 @@ def is_full_error(error: OSError) -> bool:
 
 
 def has_space(folder: Path, n_bytes: int) -> bool:
-    """Return whether a folder's disk has this much space, and inodes. Return True if that cannot be determined."""
+    """Return whether a disk has this much space, and inodes, or True if that cannot be determined."""
     try:
         found = os.statvfs(folder)
     except OSError:

@@ -1,5 +1,3 @@
-"""Locks of files among processes, which the kernel releases when the process ends."""
-
 from __future__ import annotations
 
 from typing import IO
@@ -13,7 +11,9 @@ HAS_LOCKS = fcntl is not None
 
 
 def lock_file(file: IO[str] | int, *, is_shared: bool = False, waits: bool = True) -> bool:
-    """Lock an open file until it is closed. Return False if another process holds it, or without support for locks.
+    """Lock an open file until it is closed; the kernel also releases it when the process ends.
+
+    Return False if another process holds it, or without support for locks.
 
     Raises:
         OSError: The file system has no locks.

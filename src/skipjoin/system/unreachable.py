@@ -6,7 +6,6 @@ import ssl
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Return in a few words why a server cannot be reached, from the error of an HTTP client."""
     cause = getattr(error, "os_error", None) or getattr(error, "reason", None)  # of aiohttp and urllib
     cause = cause if isinstance(cause, OSError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):

@@ -14,9 +14,7 @@ _RUNNING = RequestStatus.RUNNING
 class Batch:
     """Requests of a plan that can run: `running` in vLLM already, in the order of the plan, and `joining`.
 
-    Attributes:
-        tokens: Number of tokens of each request, by vLLM's id.
-        cuts: The same of requests that stop before their last known token.
+    `cuts` has the tokens of requests that stop before their last known token.
     """
 
     running: list[Any]
@@ -25,11 +23,9 @@ class Batch:
     __slots__ = ("_decodes", "_ends", "_mirrors", "_ran", "cuts", "joining", "plan", "running", "tokens")
 
     def __init__(self, plan: StepPlan, left: Collection[Any], running: list[Any], before: Batch | None) -> None:
-        """Divide the requests of a plan without those `left`.
+        """Divide the requests of a plan without those `left`, of which vLLM runs some.
 
-        Args:
-            running: Requests that vLLM runs.
-            before: Batch of an earlier step. Most steps decode the same requests again, which need no look at each.
+        Most steps decode the same requests as the earlier one of `before` again, which need no look at each.
         """
         self.plan, slices = plan, plan.slices
         if left:

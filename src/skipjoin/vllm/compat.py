@@ -1,5 +1,3 @@
-"""Requirements of the scheduler on vLLM: all attributes that are used, with their types and the arguments of calls."""
-
 from __future__ import annotations
 
 import inspect

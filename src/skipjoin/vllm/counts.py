@@ -27,11 +27,7 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class CountedBlocks:
-    """Blocks of one request.
-
-    Attributes:
-        slots: Tokens for which it has blocks, regardless of its reservation.
-    """
+    """Blocks of one request, which has them for `slots` tokens, regardless of its reservation."""
 
     reservation: Reservation
     device: Count
@@ -151,7 +147,6 @@ class GroupedPool(ManagedPool):
 
 
 def frees(group: Any) -> bool:
-    """Return whether a KV cache group frees blocks of requests that run."""
     return bool(group.get_num_skipped_tokens(1 << 40))
 
 

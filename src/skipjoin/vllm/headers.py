@@ -84,7 +84,7 @@ async def _read(receive: Receive) -> tuple[bytes, Message | None]:
 
 
 def _with_xargs(body: bytes, found: dict[str, str]) -> bytes:
-    """Return the body with the values added. vLLM rejects a body that is not an object."""
+    """Add the values to a body. vLLM rejects one that is not an object."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):

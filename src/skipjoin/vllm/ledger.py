@@ -15,11 +15,7 @@ class CountingLedger(BlockLedger):
 
     Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
     same itself, and `settle` adopts the result. Blocks without KV stay with their request until it is evicted as a
-    whole.
-
-    Args:
-        drafts: Maximum number of tokens that the engine drafts, so that a step needs slots beyond its own tokens.
-        max_len: Tokens that no request exceeds.
+    whole. The engine drafts up to `drafts` tokens, so that a step needs slots beyond its own tokens.
     """
 
     block_size = 0
@@ -229,7 +225,6 @@ class CountingLedger(BlockLedger):
         held.room = min(slots, request.progress.reserved_tokens)
 
     def _blocks_at(self, request: Request, tokens: int) -> int:
-        """Return how many blocks the request has with slots for `tokens` tokens."""
         return self.blocks_for(tokens)
 
     def _slots_for(self, held: CountedBlocks | None, tokens: int) -> int:

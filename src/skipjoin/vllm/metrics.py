@@ -18,8 +18,7 @@ from skipjoin.version import VERSION
 class Tally:
     """Counts since the engine started, and seconds of planning, vLLM's `schedule`, and the planner's other work.
 
-    Attributes:
-        amended: Requests of plans that vLLM did not run, because it found no room for them.
+    `amended` are requests of plans that vLLM did not run, because it found no room for them.
     """
 
     steps: int = 0

@@ -19,7 +19,6 @@ START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_tok
 
 
 def make_ledger(scheduler: Any) -> tuple[CountingLedger, LearningCost]:
-    """Return the ledger over the blocks of all KV cache groups of vLLM's scheduler, and a cost model."""
     manager, tier = scheduler.kv_cache_manager, scheduler.connector
     groups = manager.coordinator.single_type_managers
     ahead = {"drafts": scheduler.num_spec_tokens, "max_len": scheduler.max_model_len}

@@ -71,4 +71,5 @@ class AnyScheduler(AsyncScheduler):
             return self.skipped_waiting or self.waiting or None
 
         def is_ready(self, request: VllmRequest) -> bool:
+            """Return whether a blocked request, such as one whose grammar is compiled, can wait for its first step."""
             return bool(self._try_promote_blocked_waiting_request(request))

@@ -132,8 +132,7 @@ class CountedTier(TierOperations):
     def release(self, request: Request) -> None:
         """Free the request's CPU-tier blocks, if it has any.
 
-        A copy in transit may use them still. Copies run in the order of their plans, so it does that before a later
-        one.
+        Copies run in the order of their plans, so one in transit may use them still.
         """
         if (move := self._moves.get(request)) is not None:
             self._end(move)

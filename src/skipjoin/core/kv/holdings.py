@@ -73,7 +73,6 @@ class Holdings:
         return min(len(held.device), self.blocks_for(request.progress.computed)) if held else 0
 
     def has_slot(self, request: Request) -> bool:
-        """Return whether the request's state is on the device, or could be."""
         return self.states is None or self.states.slot_of(request) is not None or self.states.free > 0
 
     def grow(self, request: Request, tokens: int) -> RequestBlocks:

@@ -17,9 +17,7 @@ class KVLedger(Holdings):
     The first blocks of a request are on the device and the rest on the CPU tier. A request with a move in transit
     cannot be moved again or released. Blocks are allocated in a fixed order, so that traces are reproducible.
 
-    Args:
-        is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
-        states: Slots for state that is no KV block.
+    Unless swapping `is_exact`, swapped KV is neither cached nor shared.
     """
 
     def _compose(self) -> None:

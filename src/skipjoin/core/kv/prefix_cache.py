@@ -34,11 +34,7 @@ def _common(one: Sequence[Key], other: Sequence[Key]) -> int:
 
 
 class _Search:
-    """Lookup of one waiting request, which only tries the first missing key unless a pool reports changes.
-
-    Attributes:
-        swapped_out: Number of hit blocks on the CPU tier, after those on the device.
-    """
+    """Lookup of one waiting request, which only tries the first missing key unless a pool reports changes."""
 
     __slots__ = ("_changes", "_snapshots", "blocks", "held", "keys", "swapped_out")
 

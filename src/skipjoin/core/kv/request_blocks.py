@@ -122,12 +122,9 @@ class RequestBlocks:
 
 
 class Holders:
-    """Holders of blocks with keys and of bidirectional blocks.
+    """Holders of blocks with keys and of bidirectional blocks: not of blocks without keys that one request holds.
 
     The first holder counts a block in its reservation; the others adopt it.
-
-    Attributes:
-        of: Holders of each block, without those of blocks without keys that one request holds.
     """
 
     def __init__(self) -> None:

@@ -108,10 +108,8 @@ class Snapshots:
     """States at block borders of cached prefixes; the least recently used one is replaced.
 
     A slice leaves one at the last border of its prompt, which requests with the same prompt and more turns can use, and
-    one where its prompt parts from cached KV, or from the prompts of waiting requests.
-
-    Attributes:
-        changes: Number of times that a key was added or lost.
+    one where its prompt parts from cached KV, or from the prompts of waiting requests. `changes` counts keys that were
+    added or lost.
     """
 
     def __init__(self, slots: range) -> None:

@@ -82,13 +82,12 @@ class Route:
         path: Path with `{name}` for a segment and `{name:segments}` for several.
         handler: Function of a Starlette request, or a subclass of `server.api.generation.Endpoint`.
         body: Request model of a function, for the schema.
-        load_name: Name of the endpoint in load tests, empty if they do not know its bodies.
+        load_name: Name in load tests, empty if they do not know its bodies.
         prompt: Field with the prompt, which load tests fill and errors name.
-        in_batches: Lines of batches may ask for it.
         is_relayed: The console relays it to its servers.
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
-        has_any_type: Programs may send bodies without the media type of JSON, as examples for Ollama do.
+        has_any_type: Bodies need no media type of JSON, as in examples for Ollama.
         error_body, error_status: Functions of an error, or "module:name" of them; None is OpenAI's format.
     """
 

@@ -31,9 +31,9 @@ class KeyRights(NamedTuple):
     weight: float = 1.0
 
 
-# Rights of a key outside of any section.
 # Priorities that everyone may have where the operator sets no range: those that run later than others.
 ANY_LATER = (0, (1 << 63) - 1)
+# Rights of a key outside of any section.
 AS_ALL = KeyRights()
 
 

@@ -92,9 +92,9 @@ class Profile:
     """Measured cost model and its circumstances.
 
     Attributes:
-        cost: Transfer costs are per block of `block_size` tokens, in the slower direction.
+        cost: Transfer costs are per block of `block_size` tokens, in the slower direction. It includes `unrest`.
         state_bytes: Of a request's state that is no KV.
-        unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses. `cost` includes this factor.
+        unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses.
     """
 
     key: ProfileKey

@@ -147,9 +147,9 @@ class EngineCore:
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        """Simulate the decode-only steps, which end at `ends`, after the plan that `steady` returned, without a finish.
+        """Simulate decode-only steps, which end at `ends`, after the plan of `steady`, whose result came at `since`.
 
-        `since` is the time of the steady plan's result.
+        No request may finish in them.
 
         Raises:
             ValueError: There are too few blocks.

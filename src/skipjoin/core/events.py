@@ -25,9 +25,8 @@ class Arrived(NamedTuple):
 class Admitted(NamedTuple):
     """A request got its first KV blocks, or the first ones after an eviction.
 
-    Attributes:
-        cached: Prefix-cache hit in tokens; may be its own KV unless `is_first`.
-        on_cpu: How many of them, the last ones, were on the CPU tier.
+    `cached` is its prefix-cache hit in tokens, which may be its own KV unless `is_first`. The last `on_cpu` of them
+    were on the CPU tier.
     """
 
     request: Request
@@ -92,12 +91,11 @@ class MoveFailed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step was planned.
+    """A step was planned. The next one accepts best-effort requests up to `cap` requests.
 
     Attributes:
         held: Device blocks that are not free; `reserved` also counts reserved ones.
         tail: Wait reason of requests that were not examined.
-        cap: Requests up to which the next step accepts best-effort ones.
     """
 
     plan: StepPlan
@@ -117,10 +115,7 @@ class Computed(NamedTuple):
 class Decoded(NamedTuple):
     """Several decode-only steps ran at once, instead of `Planned`, `Computed` and `Token` events.
 
-    Attributes:
-        since: Time at which the first step was planned.
-        ends: Times of the results, at which the next steps were planned.
-        reserved: `Planned.reserved` of each step.
+    The first step was planned at `since`, and each later one at the time in `ends` of the result before.
     """
 
     requests: tuple[Request, ...]

@@ -106,10 +106,8 @@ class Ordering(Protocol):
 class Fact(NamedTuple):
     """Figure by which a policy decides about a request, for a reader.
 
-    Attributes:
-        label: Its name in a few words, such as "slack".
-        unit: "s", or what a number counts, such as "tokens"; may be empty.
-        meaning: What the value says about the request, in one sentence.
+    Its label, such as "slack", has a few words. The unit is "s" or what a number counts, such as "tokens", or empty.
+    The meaning is a sentence about the request.
     """
 
     label: str

@@ -122,9 +122,7 @@ class Progress:
         last_plan: Last plan with a slice of it, unless it has left the running requests.
         was_admitted: Whether it has held KV, at this engine or an earlier one.
         is_newly_resident: Whether no token was sampled since its KV was allocated or swapped in.
-        awaits_grammar: Whether it must not run, because its grammar is not ready.
-        band: That of its options, or of real-time requests once it is lifted.
-        target: That of its options, or one relative to its forecast.
+        band, target: Those of its options, unless it was lifted to real-time or its target follows from its forecast.
     """
 
     known: int

@@ -13,7 +13,6 @@ class Slice(NamedTuple):
     """Consecutive tokens of one request that are computed in one step.
 
     Attributes:
-        samples: Whether the step samples the next token.
         awaits: Whether a plan in flight samples the last input token, from which the executor takes it.
         blocks: Device blocks of positions [0, start + tokens), in order.
     """
@@ -58,7 +57,6 @@ class StateSizes(NamedTuple):
     """Slots for state of requests that is no KV, such as that of linear attention, called `name`.
 
     Attributes:
-        device, cpu: Slots of requests on each tier.
         snapshots: Further slots on the device, for states at the ends of cached prefixes.
         blocks: Size of a state on the link between the tiers, in KV blocks.
     """
@@ -182,7 +180,6 @@ class StepPlan:
         blocking: Moves that must complete before the slices run.
         overlapped: Moves that run asynchronously, possibly over many plans.
         waiting_for_kv: Requests that would be in this step if all their KV were on the device.
-        states: None for a model without such state.
     """
 
     id: int
@@ -211,8 +208,7 @@ class StepResult:
         tokens: The sampled token of each slice; None if the slice does not sample.
         seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
         moving: Part of `seconds` that the step waited for its blocking moves.
-        completed: Moves that completed since the previous result, in order.
-        failed: Moves that failed since then. Slices that read their targets are invalid.
+        completed, failed: Moves since the previous result. Slices that read targets of failed ones are invalid.
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
             failed. Several ranks drop none for lack of memory, because they would diverge.
         refused: Those of `dropped` whose requests exceed a limit.

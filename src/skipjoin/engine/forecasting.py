@@ -181,12 +181,10 @@ def open_keeper(
 ) -> ForecastKeeper:
     """Open the forecaster with its saved state; `owners` is 0 if all share one forecaster."""
     # Imported lazily: it imports numpy, which an API process does not need.
-    from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
+    from skipjoin.forecast import make_forecaster, make_owner_forecasters  # noqa: PLC0415
 
     forecaster = make_forecaster(config, model, folder=Path(folder), text_of=text_of, threads=threads)
-    kept_in: Path | None = default_folder() if config.forecast_dir is None else Path(config.forecast_dir)
-    if config.forecast_dir == _NOWHERE:
-        kept_in = None
+    kept_in = None if (parent := state_folder(config)) is None else Path(parent)
     if owners:
         if kept_in is not None and (common := forecaster.identity.folder(kept_in)).exists():
             _log.info("forecasts are learned for each API key: the state of all requests in %s is not used", common)

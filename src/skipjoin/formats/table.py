@@ -47,8 +47,7 @@ class Calls:
     Attributes:
         open: Pattern at which a region of calls begins.
         close: Text at which it ends. None: with the message.
-        head: Pattern of a call up to and including the opening brace of its arguments, with the group `name` and
-            possibly `id`.
+        head: Pattern of a call up to the opening brace of its arguments, with the group `name` and possibly `id`.
         begin, end: Texts around all calls that a grammar enforces.
         between: Text between two calls. None: one call per message.
         before, middle, after: Texts before the name, before the arguments, and after them.
@@ -81,12 +80,12 @@ class OutputFormat:
 
     Attributes:
         signs: Texts in a chat template that identify the family: all of one group.
-        markers: Special tokens that belong to the format, so that they stay in the text that is split.
+        markers: Special tokens of the format, which stay in the text that is split.
         after_think: Text between the reasoning and the rest of the message.
         answer: Text with which a message without calls begins.
         joint: Text between two messages of one kind within an output.
         extra: Further fields of the response template.
-        is_prompted: The chat template knows no tools, so the prompt describes them and the format.
+        is_prompted: The prompt describes tools and the format, because the chat template knows none.
     """
 
     name: str

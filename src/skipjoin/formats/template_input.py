@@ -36,7 +36,7 @@ class TemplateInput:
         no_content: What stands for the text of a message that has only calls.
         has_text_arguments: Arguments of calls are JSON as text, not objects.
         takes_text: Arguments may be text, such as those of a call that was cut off.
-        has_one_call: A message has one call. Of several, the template loses or rejects the others.
+        has_one_call: Of several calls of a message, the template loses or rejects all except one.
         joins_thoughts: A message with calls has text or reasoning, and the template rejects both.
         keeps_systems: System messages after the first one are not lost.
     """

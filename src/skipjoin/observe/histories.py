@@ -19,8 +19,17 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.waits import WaitReason
-from skipjoin.observe.competitors import Competitor, competitors
-from skipjoin.observe.history import RUNNING, History, Interval, append, current_prediction, new_history, prediction_of
+from skipjoin.observe.history import (
+    RUNNING,
+    Competitor,
+    History,
+    Interval,
+    append,
+    competitors,
+    current_prediction,
+    new_history,
+    prediction_of,
+)
 
 # Time for which finished requests are kept, as operators ask about them minutes later.
 KEEP_S = 600.0

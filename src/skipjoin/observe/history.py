@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from skipjoin.observe.requests import RequestFacts
 RUNNING = "running"
 # Intervals kept from the start and from the end of one request's history. Those in between are only added up.
 _FIRST, _LAST = 32, 96
+# Requests named in an explanation.
+MAX_COMPETITORS = 5
 # Levels of the quantiles that bound a forecast.
 _INTERVAL = (0.1, 0.9)
 
@@ -163,3 +166,37 @@ def _prediction(forecast: Forecast, generated: int, most: int) -> Prediction:
     tokens = max(forecast.tokens, mean) if generated else forecast.tokens
     # The mean of a skewed distribution may be outside.
     return Prediction(min(high, max(low, tokens)), low, high, forecast.source)
+
+
+class Competitor(NamedTuple):
+    number: int
+    seconds: float
+    service: ServiceClass
+    is_finished: bool
+
+
+def competitors(history: History, others: Iterable[History], now: float) -> list[Competitor]:
+    """Return those of the other requests that ran longest while `history` waited."""
+    waits = history.spans(now, is_running=False)
+    if not waits:
+        return []
+    found = []
+    for other in others:
+        if other.number == history.number or (other.ended or now) <= history.arrival:
+            continue
+        if (seconds := _overlap(waits, other.spans(now, is_running=True))) > 0:
+            found.append(Competitor(other.number, seconds, other.service, other.ended is not None))
+    found.sort(key=lambda competitor: (-competitor.seconds, competitor.number))
+    return found[:MAX_COMPETITORS]
+
+
+def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    total, at = 0.0, 0
+    for begin, end in first:
+        while at < len(second) and second[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in second[at:]:
+            if other_begin >= end:
+                break
+            total += min(end, other_end) - max(begin, other_begin)
+    return total

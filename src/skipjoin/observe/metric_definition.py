@@ -14,10 +14,10 @@ class Metric(NamedTuple):
 
     Attributes:
         buckets: Ascending upper bounds of a histogram.
-        in_vllm: True if vLLM has a metric of this name and meaning.
+        in_vllm: vLLM has a metric of this name and meaning.
         vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
         is_share: Engines are aggregated by mean instead of sum.
-        by_class: There is an additional label `class`; vLLM has the sum over classes.
+        by_class: There is an additional label `class`, without which vLLM has the sum.
     """
 
     name: str

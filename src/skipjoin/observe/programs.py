@@ -10,12 +10,10 @@ from skipjoin.core.step import Slice
 
 @dataclass(slots=True)
 class ProgramFacts:
-    """Observations of one program. Of its `calls`, `live` have not finished.
+    """Observations of one program. Of its `calls`, `live` have not finished; `calls_s` sums their times to the end.
 
-    Attributes:
-        calls_s: Time from arrival to end, summed over calls.
-        reached: Tokens of its longest call, whose KV the next call could find.
-        recomputed: Tokens that were computed again, because their KV was lost.
+    `reached` are the tokens of its longest call, whose KV the next one could find, and `recomputed` those computed
+    again, because their KV was lost.
     """
 
     arrival: float

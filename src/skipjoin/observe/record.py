@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import Any
 
 from skipjoin.core.request import ServiceClass
-from skipjoin.observe.prefixes import PrefixUse
 from skipjoin.observe.programs import ProgramFacts
 from skipjoin.observe.requests import Kind, RequestFacts
+from skipjoin.observe.residency import PrefixUse
 from skipjoin.observe.usage import EngineUsage
 
 Record = dict[str, Any]

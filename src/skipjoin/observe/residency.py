@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skipjoin.core.events import (
@@ -17,7 +18,28 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
-from skipjoin.observe.prefixes import PrefixUse
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """Counters in prompt tokens: of first admissions, and `regained` at later ones, after an eviction."""
+
+    queried: int = 0
+    hit: int = 0
+    regained: int = 0
+    hit_on_cpu: int = 0
+    saved_bytes: int = 0
+
+    def admitted(self, event: Admitted) -> None:
+        request = event.request
+        if request.prefix is None or request.resumed:
+            return
+        if not event.is_first:
+            self.regained += event.cached
+            return
+        self.queried += len(request.prompt)
+        self.hit += event.cached
+        self.hit_on_cpu += event.on_cpu
 
 
 class Residency:
@@ -27,9 +49,9 @@ class Residency:
 
     Attributes:
         cpu_blocks: Blocks on the CPU tier of live requests that do not run.
-        preemptions: Number by kind, of real-time and of best-effort requests.
+        preemptions: By kind, of real-time and of best-effort requests.
         swapped_bytes: By direction, of blocking and of overlapped moves.
-        wasted_bytes: Bytes swapped in for requests that computed no token before they lost KV again.
+        wasted_bytes: Swapped in for requests that computed no token before they lost KV again.
     """
 
     def __init__(self, *, block_size: int = 1, block_bytes: int = 0) -> None:

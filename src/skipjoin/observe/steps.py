@@ -15,10 +15,9 @@ _MAX_SUMMARIES = 512
 
 @dataclass(slots=True)
 class StepSummary:
-    """Steps that ended within `RESOLUTION_S`. Times are in seconds on the engine's clock.
+    """Steps that ended within `RESOLUTION_S`, which waited `moving_s` of `busy_s` for moves.
 
     Attributes:
-        busy_s: Time in which steps ran, of which they waited `moving_s` for moves.
         requests: Number of requests of the last step.
         prefill: Prompt tokens computed, including recomputed ones.
         blocks_in: KV blocks that arrived on the device, as `blocks_out` did on the CPU tier.

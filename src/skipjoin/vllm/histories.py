@@ -12,10 +12,9 @@ from skipjoin.core.events import Arrived, Event, Finished, Token
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing, explained, standing
 from skipjoin.observe.histories import MAX_FINISHED, HistoryLog
-from skipjoin.observe.history import History
+from skipjoin.observe.history import Competitor, History
 from skipjoin.observe.reasons import OptionNames, reason_texts, words_of
 from skipjoin.recipes import find
 

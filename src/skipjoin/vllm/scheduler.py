@@ -1,8 +1,8 @@
 """vLLM's scheduler under Skipjoin's planner.
 
 The planner decides over a ledger of block counts, and vLLM's own `schedule` carries the plan out: before the call,
-`running` and the waiting queues hold the requests of the plan and no others. What vLLM really scheduled then replaces
-the slices of the plan, so errors of the ledger correct themselves.
+`running` and the waiting queues hold the requests of the plan only. What vLLM really scheduled then replaces the
+slices of the plan, so errors of the ledger correct themselves.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ class BlockPool:
     then cached ones in LRU order, then those that are leased to programs, and those that waiting requests want last.
 
     Attributes:
-        free: Number of blocks that are not allocated.
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
         reused: Number of times that a cached block was allocated, and its KV lost.
     """

@@ -60,7 +60,7 @@ class CacheOperations(Cached, Protocol):
     def forget_prefix(self, request: Request) -> None: ...
 
     def lease(self, program: ProgramId, request: Request, until: float) -> None:
-        """Prefer to keep the KV of a program's call that has finished, in place of that of an earlier call.
+        """Prefer to keep the KV of a program's finished call, in place of that of an earlier call.
 
         The blocks are free as others are, but are reused after those that no program has.
         """
@@ -130,13 +130,7 @@ class BlockLedger(KVAccounts, Protocol):
         return None
 
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
-        """Replace the request's reservation. Check `shortfall_of_reservation` first.
-
-        Args:
-            blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation; None for no limit.
-            parent: Parent reservation; None for the shared pool.
-        """
+        """Replace the request's reservation by one as in `Allocation`. Check `shortfall_of_reservation` first."""
 
     def adopt(self, request: Request) -> Hit:
         return MISS

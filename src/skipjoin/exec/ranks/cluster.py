@@ -1,7 +1,7 @@
 """Ray cluster: a private one on this machine, or an existing one.
 
-Ray places and starts processes; tokens and plans do not pass through it. Processes of a private cluster listen on
-loopback only and require a generated token. Their files are in a folder that no other user can enter.
+Ray only places and starts processes. Those of a private cluster listen on loopback and require a generated token.
+Their files are in a folder that no other user can enter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Guard that kills the processes of a private cluster if this process is killed.
+"""Guard that kills the processes of a private cluster if this process is killed, which ends its standard input.
 
 Ray's child agents would keep looking for the cluster for a minute. The guard kills every process with an open file in
-the cluster's folder, and removes the folder. Its standard input ends with the guarded process.
+the cluster's folder, and removes the folder.
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
-from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import explained, facts_of
-from skipjoin.observe.history import History
+from skipjoin.observe.history import Competitor, History
 from skipjoin.observe.reasons import words_of
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.arrivals import Arrival

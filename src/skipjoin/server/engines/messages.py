@@ -13,9 +13,8 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, ServiceClass
 from skipjoin.kv_format import SWAP_FORMATS
-from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing
-from skipjoin.observe.history import History, current_prediction
+from skipjoin.observe.history import Competitor, History, current_prediction
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value

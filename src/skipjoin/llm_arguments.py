@@ -30,23 +30,20 @@ def options_of(service: str, priority: int, target: Target) -> RequestOptions:
 
 
 def salts_of(given: Salts, count: int) -> list[str]:
-    salts = [given] * count if given is None or isinstance(given, str) else given
-    if not isinstance(salts, list | tuple):
-        raise ParameterError(
-            "cache_salt", f"cache_salt must be a text, or one of them or None per prompt, got {shown(given)}"
-        )
-    if len(salts) != count:
-        raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
-    return [salt_of(salt) for salt in salts]
+    return [salt_of(salt) for salt in _per_prompt("cache_salt", given, count, "a text, or one of them or None")]
 
 
 def adapters_of(given: Adapted, known: Mapping[str, int], count: int) -> list[int]:
-    names = [given] * count if given is None or isinstance(given, str) else given
-    if not isinstance(names, list | tuple):
-        raise ParameterError("adapter", f"adapter must be a name, or one or None per prompt, got {shown(given)}")
-    if len(names) != count:
-        raise ParameterError("adapter", f"adapter must be one, or one per prompt ({count}), got {len(names)}")
-    return [adapter_of(name, known) for name in names]
+    return [adapter_of(name, known) for name in _per_prompt("adapter", given, count, "a name, or one or None")]
+
+
+def _per_prompt(field: str, given: str | Sequence[str | None] | None, count: int, wanted: str) -> Sequence[Any]:
+    values = [given] * count if given is None or isinstance(given, str) else given
+    if not isinstance(values, list | tuple):
+        raise ParameterError(field, f"{field} must be {wanted} per prompt, got {shown(given)}")
+    if len(values) != count:
+        raise ParameterError(field, f"{field} must be one, or one per prompt ({count}), got {len(values)}")
+    return values
 
 
 def adapter_of(name: Any, known: Mapping[str, int]) -> int:

@@ -182,11 +182,7 @@ class EngineLoop:
         except RankError as error:
             self._restart(error)
             return False
-        except (
-            RuntimeError,
-            MemoryError,
-            OSError,
-        ) as error:  # from torch, such as no memory for the pools of transfers
+        except (RuntimeError, MemoryError, OSError) as error:  # such as no memory for the pools of transfers
             _log.warning("step costs are not measured, and follow the steps that run: %s", error)
             calibration.close()
             return False

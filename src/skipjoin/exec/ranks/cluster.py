@@ -87,9 +87,8 @@ class Cluster:
         ray = import_ray()
         # Only this user can enter this folder. Ray opens its own folder to all users, so that one is inside.
         folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
-        guard = ProcessGuard(
-            folder
-        )  # started before Ray, which takes seconds to start, since this process may be killed meanwhile
+        # Started before Ray, which takes seconds to start, since this process may be killed meanwhile.
+        guard = ProcessGuard(folder)
         with ExitStack() as settings:
             settings.enter_context(_private_settings())
             for tries_left in reversed(range(_MAX_STARTS)):

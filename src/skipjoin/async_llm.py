@@ -210,12 +210,7 @@ class AsyncLLM(LocalEngine):
 
     @asynccontextmanager
     async def _opened(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        n: int,
-        options: RequestOptions,
-        use: ToolUse,
+        self, prompt: Prompt, params: SamplingParams | None, n: int, options: RequestOptions, use: ToolUse
     ) -> AsyncIterator[_Stream]:
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_N:
             raise ParameterError("n", f"n must be an integer in [1, {MAX_N}], got {n!r}")

@@ -119,10 +119,7 @@ class Conversations:
             return None
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         return MessageReader(
-            self.format,
-            reads_calls=bool(use.offered),
-            is_thinking=is_thinking(self.format, tail),
-            schemas=use.schemas,
+            self.format, reads_calls=bool(use.offered), is_thinking=is_thinking(self.format, tail), schemas=use.schemas
         )
 
     def is_read(self, use: ToolUse) -> bool:

@@ -80,8 +80,7 @@ def _items(given: Any) -> list[Any]:
     # A mapping is iterable, but its keys are not prompts.
     if isinstance(given, Mapping | bytes) or not isinstance(given, Iterable):
         raise ParameterError(
-            "prompts",
-            f"prompts must be a text, token ids, or a list of such prompts, got {shown(given)}",
+            "prompts", f"prompts must be a text, token ids, or a list of such prompts, got {shown(given)}"
         )
     return list(given)
 

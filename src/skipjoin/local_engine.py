@@ -14,14 +14,7 @@ from skipjoin.config import TOOL_FORMATS, ConfigError, EngineConfig, ForecastCon
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.build import Engine, assemble
-from skipjoin.engine.forecasting import (
-    ForecastKeeper,
-    Predicted,
-    chosen_forecasts,
-    is_exact,
-    open_keeper,
-    state_folder,
-)
+from skipjoin.engine.forecasting import ForecastKeeper, Predicted, chosen_forecasts, is_exact, open_keeper, state_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.formats.message import MessageReader
@@ -113,8 +106,7 @@ class LocalEngine:
         with self._progress() as bars:
             task = bars.add_task("loading", total=1.0)
             self.engine: Engine = assemble(
-                config,
-                lambda what, share: bars.update(task, description=what, completed=share),
+                config, lambda what, share: bars.update(task, description=what, completed=share)
             )
         info = self.engine.info
         try:

@@ -16,14 +16,7 @@ from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import graph_batch_sizes
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_model import LoadedRank, OnProgress, RankModel
-from skipjoin.exec.rank_spec import (
-    MemoryBudget,
-    ModelExecutor,
-    RankSpec,
-    free_ram,
-    memory_budget_of,
-    rank_spec_of,
-)
+from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, free_ram, memory_budget_of, rank_spec_of
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import AdapterError
@@ -171,12 +164,7 @@ def _load_here(
     # On a CPU, nothing runs well beside the model, which computes on all cores.
     is_deferred = rank.model.device.type == "cpu" and config.plans_in_flight("cpu") == 1
     return LocalExecutor(
-        rank.model,
-        rank.store,
-        threads=rank.threads,
-        graphs=rank.graphs,
-        grammars=grammars,
-        is_deferred=is_deferred,
+        rank.model, rank.store, threads=rank.threads, graphs=rank.graphs, grammars=grammars, is_deferred=is_deferred
     )
 
 

@@ -59,13 +59,7 @@ class LoadedRank:
     """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs; `ranks_here` share the machine's RAM."""
 
     def __init__(
-        self,
-        of: RankModel,
-        threads: int,
-        on_progress: OnProgress,
-        *,
-        group: Group | None = None,
-        ranks_here: int = 1,
+        self, of: RankModel, threads: int, on_progress: OnProgress, *, group: Group | None = None, ranks_here: int = 1
     ) -> None:
         self._of, self.threads, self._on_progress = of, threads, on_progress
         torch.set_num_threads(threads)

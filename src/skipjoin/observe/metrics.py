@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from skipjoin.core.events import (
-    Arrived,
-    Computed,
-    Event,
-    Finished,
-    Planned,
-    Restarted,
-)
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Restarted
 from skipjoin.core.request import FinishReason
 from skipjoin.core.step import Direction
 from skipjoin.observe.metric_definition import CLASSES, Metric

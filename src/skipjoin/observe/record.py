@@ -55,10 +55,7 @@ def summarize(
     record["quantiles"] = {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
     if len(streams := whole.by(attrgetter("stream"))) > 1:
         record["classes"] = {
-            name: {
-                "service": "+".join(sorted(part.by(_SERVICE))),
-                **_figures(part, now, slo, window_s),
-            }
+            name: {"service": "+".join(sorted(part.by(_SERVICE))), **_figures(part, now, slo, window_s)}
             for name, part in sorted(streams.items())
         }
     if ServiceClass.BEST_EFFORT in (services := whole.by(_SERVICE)):

@@ -9,10 +9,7 @@ from skipjoin.report.results import Record
 # machine, such as the time until the next decision.
 _LIMITS = {
     "slots": ("no_slot",),
-    "KV": (
-        *("no_kv", "behind_memory", "kv_on_cpu", "kv_in_transit"),
-        *("held_by_admission", "held_by_eviction"),
-    ),
+    "KV": ("no_kv", "behind_memory", "kv_on_cpu", "kv_in_transit", "held_by_admission", "held_by_eviction"),
     "tokens per step": ("token_budget",),
     "the recipe's batcher": ("held_by_batcher", "step_time", "behind_real_time"),
 }

@@ -38,10 +38,7 @@ class RankMasks:
     """
 
     def __init__(
-        self,
-        ranks: Collection[int],
-        send: Callable[[Request], int],
-        receive: Callable[[int | None, float], None],
+        self, ranks: Collection[int], send: Callable[[Request], int], receive: Callable[[int | None, float], None]
     ) -> None:
         self._ranks = frozenset(ranks)
         self._send, self._receive = send, receive

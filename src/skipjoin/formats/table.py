@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# White space in patterns is bounded. Otherwise a search in a long run of it takes quadratic time.
 # Regions of response templates.
 REASONING, CALLS, CONTENT, ANSWER = "reasoning", "calls", "content", "answer"
 
+# White space in patterns is bounded. Otherwise a search in a long run of it takes quadratic time.
 _JSON_HEAD = (
     r'[\s\[\]},;]{0,32}\{\s{0,8}(?:"type"\s{0,8}:\s{0,8}"function"\s{0,8},\s{0,8})?"name"\s{0,8}:\s{0,8}"(?P<name>[^"\\]{1,256})"\s{0,8},'
     r'\s{0,8}"(?:arguments|parameters)"\s{0,8}:\s{0,8}\{'

@@ -168,7 +168,7 @@ class AsyncLLM(LocalEngine):
         tool_choice: ToolChoice = None,
         parallel_tool_calls: bool | None = None,
     ) -> list[Generation]:
-        """Return `n` complete choices of one prompt, as `stream` yields them."""
+        """Return `n` complete choices of one prompt; arguments and errors are those of `stream`."""
         number = adapter_of(adapter, self._adapters)
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt), adapter=number)
         use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
@@ -187,7 +187,7 @@ class AsyncLLM(LocalEngine):
         target: Target = NO_TARGET,
         cache_salt: str | None = None,
     ) -> np.ndarray:
-        """Return float32 [texts, dimensions], as `LLM.embed` does."""
+        """Return float32 [texts, dimensions], as `LLM.embed` does, whose arguments and errors these are."""
         self.engine.info.check_task((Task.EMBED,))
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
         params = pooled(Pooling(dimensions=dimensions))

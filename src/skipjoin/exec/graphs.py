@@ -69,7 +69,10 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, one launch instead of hundreds. All ranks must have the same sizes, or none."""
+    """CUDA graphs of decode steps: one launch instead of hundreds.
+
+    Steps are padded to the next size. All ranks must have graphs of the same sizes, or none.
+    """
 
     def __init__(
         self,

@@ -214,7 +214,10 @@ def find_input(render: Render) -> TemplateInput:
 
 
 def _loses(render: Render, form: TemplateInput, messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
-    """Return whether a template, which must write a call with text, has no text or one without a mark for messages."""
+    """Return whether a template has no text, or one without a mark, for messages of which it knows the last one's kind.
+
+    It must write a call with text.
+    """
     user = {"role": "user", "content": _MARKS["user"]}
     has_calls = _CALLED in (render(form.messages([user, _calling(_MARKS["assistant"])]), [_TOOL]) or "")
     return has_calls and mark not in (render(form.messages(messages), [_TOOL]) or "")

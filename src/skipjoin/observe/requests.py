@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 class RequestFacts:
     """Observations of one request, of which all latency metrics are computed here. Times are on the observer's clock.
 
-    Those of an unfinished request take `now` as its end, so that it counts with its age.
+    Durations of an unfinished request take `now` as its end, so that it counts with its age.
 
     Attributes:
         output_limit: Maximum number of output tokens, or the true number if the observer knows it.

@@ -25,7 +25,7 @@ class Batch:
     def __init__(self, plan: StepPlan, left: Collection[Any], running: list[Any], before: Batch | None) -> None:
         """Divide the requests of a plan without those `left`, of which vLLM runs some.
 
-        Most steps decode the same requests as the earlier one of `before` again, which need no look at each.
+        `before` is the batch of an earlier step. Most steps decode the same requests again, which need no look at each.
         """
         self.plan, slices = plan, plan.slices
         if left:

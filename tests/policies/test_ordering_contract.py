@@ -238,6 +238,13 @@ def apply(simulation: Simulation, operation: str, number: int) -> None:
             simulation.evict(simulation.live[at], drop=operation == "drop")
 
 
+def simulated(ordering: Ordering, operations: list[tuple[str, int]]) -> Simulation:
+    simulation = Simulation(ordering)
+    for operation, number in operations:
+        apply(simulation, operation, number)
+    return simulation
+
+
 @half_of_orderings(0)
 @given(operations=OPERATIONS)
 def test_ranked_is_all_requests_sorted_by_distinct_ranks(
@@ -280,9 +287,7 @@ def test_requests_that_fit_are_found_in_rank_order(
 def test_the_order_is_stable_between_calls_and_while_it_is_read(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
-    simulation = Simulation(build())
-    for operation, number in operations:
-        apply(simulation, operation, number)
+    simulation = simulated(build(), operations)
     iterator = simulation.ordering.ranked(simulation.now)
     first = list(islice(iterator, 1))
     before = {request: simulation.ordering.rank(request) for request in simulation.live}
@@ -296,9 +301,7 @@ def test_the_order_is_stable_between_calls_and_while_it_is_read(
 def test_outranks_is_a_strict_order_that_agrees_with_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
-    simulation = Simulation(build())
-    for operation, number in operations:
-        apply(simulation, operation, number)
+    simulation = simulated(build(), operations)
     ordering = simulation.ordering
     ranked = list(ordering.ranked(simulation.now))
     for (i, one), (j, other) in product(enumerate(ranked), repeat=2):
@@ -315,9 +318,7 @@ def test_outranks_is_a_strict_order_that_agrees_with_rank(
 def test_eviction_never_improves_the_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], number: int, drop: bool
 ) -> None:
-    simulation = Simulation(build())
-    for operation, at in operations:
-        apply(simulation, operation, at)
+    simulation = simulated(build(), operations)
     if not simulation.live:
         return
     list(simulation.ordering.ranked(simulation.now))
@@ -332,9 +333,7 @@ def test_eviction_never_improves_the_rank(
 def test_next_turns_are_sorted_and_neither_they_nor_explanations_have_side_effects(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
 ) -> None:
-    simulation = Simulation(build())
-    for operation, number in operations:
-        apply(simulation, operation, number)
+    simulation = simulated(build(), operations)
     asked = [request for number, request in enumerate(simulation.live) if chosen >> number & 1]
     before = {request: simulation.ordering.rank(request) for request in simulation.live}
     turns = simulation.ordering.expected_order(iter(asked), simulation.now + later)
@@ -351,9 +350,7 @@ def test_next_turns_are_sorted_and_neither_they_nor_explanations_have_side_effec
 @pytest.mark.parametrize("name", ["fcfs", "fixed key, many equal", "srpt", "prioritized fcfs", "prioritized srpt"])
 @given(operations=OPERATIONS)
 def test_turns_agree_with_ranks_where_time_does_not_change_them(name: str, operations: list[tuple[str, int]]) -> None:
-    simulation = Simulation(ORDERINGS[name]())
-    for operation, number in operations:
-        apply(simulation, operation, number)
+    simulation = simulated(ORDERINGS[name](), operations)
     ordering = simulation.ordering
     turns = ordering.expected_order(simulation.live, simulation.now)
     assert [request for _, request in turns] == sorted(simulation.live, key=ordering.rank)

@@ -1,7 +1,4 @@
-"""Formats of KV: of rows in the cache, and of blocks in CPU memory.
-
-Registered names are the values of `kv_cache_dtype` and `swap_dtype`. Only methods on tensors import torch.
-"""
+"""Formats of KV by the names that `kv_cache_dtype` and `swap_dtype` have. Sizes need no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class CacheFormat(ABC):
 
     Attributes:
         storage: torch's type of a row's elements; empty for the model's.
-        readers: Attention back ends that read it besides the reference, which takes what `dequantize` returns.
+        readers: Attention back ends that read it besides the reference.
         has_scale: Whether the last float32 of a row is the scale of its codes.
         is_rounded: Whether a row that was written differs from the one that is read.
     """
@@ -30,12 +27,11 @@ class CacheFormat(ABC):
     is_rounded = True
 
     @abstractmethod
-    def row(self, head_dim: int) -> int:
-        """Return the number of elements of a row."""
+    def row(self, head_dim: int) -> int: ...
 
     @abstractmethod
     def row_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of a row, for a model whose numbers have `itemsize` bytes."""
+        """Return the bytes of a row; `itemsize` is that of the model's numbers."""
 
     @abstractmethod
     def quantize(self, rows: torch.Tensor) -> torch.Tensor:
@@ -49,11 +45,11 @@ class CacheFormat(ABC):
 
 
 class SwapFormat(ABC):
-    """Blocks in CPU memory, each a row of bytes: the numbers of all its heads, [heads, block_size, head_dim].
+    """Blocks in CPU memory, a row of bytes each, of numbers [heads, block_size, head_dim].
 
     Attributes:
         is_exact: Whether blocks are copied as they are, so that a block may return for another request.
-        has_kernels: Whether compiled code and Triton kernels convert it. torch converts others.
+        has_kernels: Whether compiled code and Triton kernels convert it.
     """
 
     name: str
@@ -62,10 +58,10 @@ class SwapFormat(ABC):
 
     @abstractmethod
     def block_bytes(self, shape: tuple[int, int, int], row_bytes: int) -> int:
-        """Return the bytes of a block; `row_bytes` are those of a row in the cache, for exact formats."""
+        """Return the bytes of a block; exact formats need `row_bytes`, those of a row in the cache."""
 
     def quantize(self, blocks: torch.Tensor, last: int) -> torch.Tensor:
-        """Return uint8 [blocks, block_bytes] of [blocks, heads, block_size, head_dim], unless it is exact.
+        """Return uint8 [blocks, block_bytes] of [blocks, heads, block_size, head_dim].
 
         The last block has `last` tokens; its other slots may hold anything.
         """
@@ -116,10 +112,7 @@ class ModelRows(CacheFormat):
 
 @cache_format
 class Int8Rows(CacheFormat):
-    """Codes of 8 bits and, after them, a float32 scale of the row, which is thus quantized once, without other tokens.
-
-    A row that is not finite gets a scale that makes it so again.
-    """
+    """Codes of 8 bits, then the row's own float32 scale. A row that is not finite becomes finite."""
 
     name = storage = "int8"
     readers = frozenset({"cpp", "triton"})
@@ -169,17 +162,17 @@ class CacheRows(SwapFormat):
 class Int8Channels(SwapFormat):
     """Codes of 8 bits (ALISE section 3.2, "KV Compression").
 
-    A block holds the scales and minima of all channels, bfloat16 [heads, 2, head_dim], then the codes, uint8 [heads,
-    block_size, head_dim]. Each channel of a head's keys or values has a scale and a minimum over the tokens of a block:
+    A block holds the scales and minima of its channels, bfloat16 [heads, 2, head_dim], then the codes, uint8 [heads,
+    block_size, head_dim]:
 
         minimum = the smallest number, rounded down        code   = round((x - minimum) / scale), in [0, 255]
         scale   = (largest - minimum) / 255, rounded up    x again = minimum + scale * code
 
     The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale).
 
-    No channel overflows, and products of a code and a scale are exact in float32, so all implementations return the
-    same bits. NaN, infinities and numbers from 2^126 on do not affect minimum and scale. They are restored as the
-    largest number of their channel, NaN and negative ones as its minimum. So are slots after the last token.
+    Products of a code and a scale are exact in float32, so all implementations return the same bits. NaN, infinities,
+    numbers from 2^126 on and slots after the last token affect neither minimum nor scale. They are restored as the
+    largest number of their channel, NaN and negative ones as its minimum.
     """
 
     name = "int8"

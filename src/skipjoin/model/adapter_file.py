@@ -1,5 +1,3 @@
-"""Low-rank adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors."""
-
 from __future__ import annotations
 
 import math
@@ -30,7 +28,7 @@ _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class Pair(NamedTuple):
-    """Adapter of one layer: `scale` * B @ A is added to its weight [out, in], which has `rank` at most."""
+    """`scale` * B @ A, which is added to a weight [out, in]."""
 
     down: str
     up: str
@@ -41,14 +39,7 @@ class Pair(NamedTuple):
 
 
 class AdapterFile:
-    """Adapter in a folder, whose tensors are read on demand.
-
-    Attributes:
-        pairs: By the name of their layer, as the file has it.
-
-    Raises:
-        AdapterError: If the adapter cannot be read or needs what is not supported.
-    """
+    """Adapter in a folder. Raises `AdapterError` if it cannot be read or needs what is not supported."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)

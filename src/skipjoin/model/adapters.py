@@ -1,5 +1,3 @@
-"""Low-rank adapters (LoRA) of a model's products: several in one batch, each for rows of its own."""
-
 from __future__ import annotations
 
 import re
@@ -21,19 +19,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class AdapterRows(NamedTuple):
-    """Tokens of a batch that use an adapter."""
-
     adapter: int
     rows: slice | torch.Tensor
 
 
 class Adapters:
-    """Adapters by number of one rank's products.
-
-    Attributes:
-        active: Of the batch that is computed.
-        bytes: Memory of each adapter.
-    """
+    """Adapters of one rank's products, by number; `active` are those of the batch that is computed."""
 
     def __init__(
         self, ops: LayerOps, *, prefix: str, layers: range, num_layers: int, dtype: torch.dtype, device: torch.device
@@ -79,13 +70,11 @@ class Adapters:
             product.unload(number)
 
     def planned_bytes(self, folder: str) -> int:
-        """Return the memory that an adapter takes, or raise as `load`."""
         file = AdapterFile(folder)
         found = self._found(file)
         return sum(product.planned_bytes(found) for product in self._products) * self.dtype.itemsize
 
     def _found(self, file: AdapterFile) -> dict[str, Pair]:
-        """Return the pairs of this rank's matrices by the names of these."""
         if not self._products:
             raise file.error("cannot be used: models that run through transformers take no adapters")
         matrices = {matrix.name: product for product in self._products for matrix in product.matrices}
@@ -108,7 +97,6 @@ class Adapters:
         return found
 
     def _is_elsewhere(self, module: str) -> bool:
-        """Return whether a module is in a layer of another stage, whose ranks check it."""
         layer = _LAYER.search(module)
         return layer is not None and int(layer[1]) < self._num_layers and int(layer[1]) not in self._layers
 
@@ -119,11 +107,7 @@ class Adapters:
 
 
 class AdaptedLinear:
-    """`Linear` to which adapters of some rows are added.
-
-    These are products of the same operations, of all of a row's adapted matrices at once. So the bits of a row depend
-    on the batch no more than without adapters.
-    """
+    """`Linear` plus adapters of some rows. The bits of a row depend on the batch no more than without them."""
 
     def __init__(
         self,
@@ -180,7 +164,6 @@ class AdaptedLinear:
         return next(matrix.out for matrix in self.matrices if matrix.name == name), self._inputs
 
     def load(self, number: int, file: AdapterFile, pairs: dict[str, Pair]) -> int:
-        """Make an adapter's products, and return their bytes."""
         if not (own := self._own(pairs)):
             return 0
         adapters, columns = self.adapters, slice(self._columns.start, self._columns.stop)
@@ -201,14 +184,12 @@ class AdaptedLinear:
         return sum(matrix.weight_bytes for matrix in made)
 
     def pair(self, number: int) -> tuple[Linear, Linear] | None:
-        """Return an adapter's products, of which the second takes the output of the first."""
         return self._pairs.get(number)
 
     def unload(self, number: int) -> None:
         self._pairs.pop(number, None)
 
     def planned_bytes(self, pairs: dict[str, Pair]) -> int:
-        """Return the number of weights of an adapter's products."""
         return sum(pair.rank for pair in self._own(pairs).values()) * (len(self._columns) + self._outputs)
 
     def _own(self, pairs: dict[str, Pair]) -> dict[str, Pair]:

@@ -15,14 +15,11 @@ class Segment(NamedTuple):
     """Consecutive new tokens of one sequence.
 
     Attributes:
-        start: Position of the first token.
         blocks: Block table for at least start + length slots.
         sample: Compute the logits of the last token, or of every token with `all_logits`.
         awaits: Row of the previous step's sampled tokens that holds one more token.
-        reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
-        adapter: Number of the adapter of its tokens; 0 for none.
-        state: Slot of its state, for models that have one.
-        captures: Numbers of its tokens after which its state is copied, ascending, and the slots to which.
+        reverse: Fill blocks from the last slot down, so that two sequences can share a block.
+        captures: Numbers of tokens after which the state is copied, ascending, and the slots to which.
     """
 
     tokens: Sequence[int]
@@ -42,7 +39,7 @@ class Segment(NamedTuple):
 
 
 class GraphBuffers:
-    """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents."""
+    """Fixed device tensors for decodes, so that CUDA graphs can be replayed with new contents."""
 
     def __init__(self, capacity: int, tables: torch.Tensor) -> None:
         self.capacity, self.width = capacity, tables.shape[1]
@@ -72,7 +69,7 @@ class PackedBatch:
     slot p % block_size, counted from the block's end if reversed.
 
     Attributes:
-        slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
+        slots: Shape [T], block * block_size + slot; -1 for padding, whose KV is not written.
         sources: Shape [T], row of the previous step's sampled tokens, or -1; None if all tokens are known.
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
         block_tables: Shape [n, widest], padded with 0.
@@ -80,8 +77,7 @@ class PackedBatch:
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         directed: Indexes of the reversed segments.
         types: Shape [T], token types of an encoder; None if all are 0.
-        adapters: Number of each segment's adapter, 0 for none; empty if no segment has one.
-        states: Slot of each segment's state.
+        adapters: Number of each segment's adapter, 0 for none; empty if none has one.
         captures: Snapshots to take: segment, tokens, slot; ascending.
     """
 
@@ -123,7 +119,6 @@ class PackedBatch:
         return self.num_tokens == len(self.lengths)
 
     def fill_in(self, sampled: torch.Tensor) -> None:
-        """Insert tokens sampled by the previous step where they are awaited."""
         if self.sources is not None:
             found = sampled[self.sources.clamp(min=0)]
             self.token_ids.copy_(torch.where(self.sources < 0, self.token_ids, found))
@@ -201,7 +196,6 @@ class PackedBatch:
 
     @classmethod
     def _of_decodes(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> PackedBatch:
-        """Build a batch of plain decodes in plain Python, which is faster than arrays for them."""
         n = len(segments)
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
@@ -247,10 +241,7 @@ class PackedBatch:
 
 
 def chunked(batch: PackedBatch, size: int) -> PackedBatch:
-    """Return a batch in which each chunk of `size` positions of a sequence is a sequence of its own.
-
-    No chunk may end within a block.
-    """
+    """Return a batch in which each chunk of `size` positions is a sequence of its own. None may end within a block."""
     ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
     if max(ends) <= size:
         return batch
@@ -265,8 +256,6 @@ def chunked(batch: PackedBatch, size: int) -> PackedBatch:
 
 
 class _Parts(NamedTuple):
-    """Index tensors in the order of `PackedBatch`, up to the tables."""
-
     token_ids: Any
     positions: Any
     slots: Any

@@ -1,7 +1,7 @@
 """Weights of bitsandbytes: 4 bits with a table of numbers, or 8 bits with a scale per output.
 
-A matrix of 4 bits is stored flat, two codes in a byte, the first one in the high bits. Each block of consecutive
-weights has a scale. Scales may be in codes of 8 bits themselves, as differences from their mean.
+A matrix of 4 bits is stored flat, two codes in a byte, the first one in the high bits. Scales may be in codes of 8 bits
+themselves, as differences from their mean.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ _MAX_CODE = 127
 
 
 class Blocks(NamedTuple):
-    """Weights `scale * values[code]`, of which consecutive ones share a scale across the ends of rows.
-
-    Attributes:
-        codes: [out, in], uint8 below 16.
-        scales: [blocks], float32, of `block` weights each.
-        values: [16], float32.
-    """
+    """Weights `scale * values[code]` of codes [out, in]; `block` consecutive ones share a scale, across rows."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -39,7 +33,6 @@ class Blocks(NamedTuple):
     values: torch.Tensor
 
     def grouped(self) -> GroupedMatrix | None:
-        """Return the same in groups of inputs, or None if some block has weights of two outputs."""
         outputs, inputs = self.codes.shape
         if inputs % self.block or self.block % GROUP:
             return None
@@ -72,7 +65,6 @@ def read_8bit(weights: FolderWeights, name: str, outputs: int, inputs: int) -> G
 
 
 def _settings(weights: FolderWeights, name: str) -> dict[str, Any]:
-    """Return the settings of a matrix, which a tensor of bytes holds as JSON."""
     for table in _TABLES:
         where = f"{name}.weight.quant_state.bitsandbytes__{table}"
         if (shape := weights.shape_of(where)) is not None:

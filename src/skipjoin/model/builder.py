@@ -8,13 +8,7 @@ from skipjoin.model.adapters import Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.modules import Embedding, ProjectionNorm, SpreadNorm, SummedLinear
-from skipjoin.model.ops.base import (
-    HeadNorm,
-    LayerOps,
-    Linear,
-    LookedUp,
-    Norm,
-)
+from skipjoin.model.ops.base import HeadNorm, LayerOps, Linear, LookedUp, Norm
 from skipjoin.model.parallel import Group
 from skipjoin.model.weights import Matrix, Weights
 
@@ -65,10 +59,8 @@ class Builder:
         """Fuse matrices with the same input.
 
         Args:
-            names: Of which several may be parts of one.
-            outs: Their rows as a whole.
-            rows: This rank's (Megatron).
-            orders: Which of these rows each output has.
+            outs: Rows of the whole matrices, of which this rank has `rows` (Megatron).
+            orders: Which of the rank's rows each output has.
             takes_adapters: The product is of all tokens of a batch.
         """
         names = [names] if isinstance(names, str) else names
@@ -81,15 +73,7 @@ class Builder:
         return self._counted(product)
 
     def summed_linear(
-        self,
-        name: str,
-        out: int,
-        inputs: int,
-        bias: bool,
-        *,
-        columns: range,
-        begins: bool = True,
-        ends: bool = True,
+        self, name: str, out: int, inputs: int, bias: bool, *, columns: range, begins: bool = True, ends: bool = True
     ) -> Linear:
         """Make a product with a split input (Megatron's row parallelism), summed over ranks; rank 0 adds the bias."""
         matrices = [Matrix(name, out, range(out))]
@@ -100,15 +84,8 @@ class Builder:
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
     def mlp(
-        self,
-        up: str | Sequence[str],
-        down: str,
-        activation: str,
-        *,
-        is_joined: bool = False,
-        begins: bool = True,
+        self, up: str | Sequence[str], down: str, activation: str, *, is_joined: bool = False, begins: bool = True
     ) -> tuple[Linear, Linear]:
-        """Make the products of an MLP; `is_joined` if the one matrix `up` has gate and then up."""
         config, own = self.config, self.shard.columns(self.config)
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = [up] if isinstance(up, str) else up
@@ -142,12 +119,10 @@ class Builder:
         return Embedding(table, own, config.vocab_size, self.group, config.embedding_scale)
 
     def rms_norm(self, name: str, width: int | None = None) -> Norm:
-        """Make a norm of `width` values, by default the hidden size."""
         weight = self.tensor(f"{name}.weight", width or self.config.hidden_size)
         return self.ops.rms_norm(weight, self.config.norm_eps, self.config.norm_offset)
 
     def projection_norm(self, name: str, rows: range, total: int) -> HeadNorm:
-        """Make a norm over all heads of a projection with `total` rows, of which this rank has `rows`."""
         config, weight = self.config, self.tensor(f"{name}.weight", total, rows=rows)
         if len(rows) == total:
             return ProjectionNorm(self.ops.rms_norm(weight, config.norm_eps, config.norm_offset))

@@ -25,8 +25,6 @@ from skipjoin.pooling import Task
 
 
 class Decoder(Protocol):
-    """A model family's layers between token ids and the output projection."""
-
     EMBEDDING: str
     OUTPUT: str
     embedding: Embedding | None
@@ -44,16 +42,13 @@ class Decoder(Protocol):
 
 @runtime_checkable
 class HasOutput(Protocol):
-    """A decoder with an output projection of its own, in place of the tensor `OUTPUT`."""
+    """A decoder with an output projection of its own."""
 
     output: Linear
 
 
 class HeadLayers(NamedTuple):
-    """Names of the layers between a hidden state and its score: a dense layer, if there is one, and the last.
-
-    `norm` follows the activation.
-    """
+    """Names of the layers between a hidden state and its score; `norm` follows the activation."""
 
     dense: str | None
     out: str
@@ -78,8 +73,6 @@ HEADS = {
 
 
 class Head:
-    """Maps a hidden state, [1, hidden], to a score."""
-
     def __init__(
         self,
         dense: Callable[[torch.Tensor], torch.Tensor] | None,
@@ -98,7 +91,6 @@ class Head:
 
 
 def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
-    """Make the head of a model of scores, whose output projection is the tensor `output`."""
     hidden, vocab = builder.config.hidden_size, builder.config.vocab_size
     if settings.answers:
         yes, no = (builder.tensor(output, vocab, hidden, rows=range(answer, answer + 1)) for answer in settings.answers)
@@ -140,12 +132,7 @@ class Dense:
 
 
 class CausalLM:
-    """Decoder or encoder with its output.
-
-    Attributes:
-    head: Maps hidden states to scores, or None.
-    dense: Layers of pooled vectors.
-    """
+    """Decoder or encoder with its output; `head` makes scores, and `dense` are layers of pooled vectors."""
 
     def __init__(
         self,
@@ -224,7 +211,7 @@ class CausalLM:
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the batch's tokens and write their KV into `kv`. All ranks run the same batches in the same order.
 
-        Return logits of the batch's wanted rows, float32; none on every stage but the last.
+        Return float32 logits of the wanted rows; none before the last stage.
 
         Raises:
             IndexError: If a token id is outside the vocabulary, on a CPU.
@@ -238,7 +225,6 @@ class CausalLM:
 
     @torch.inference_mode()
     def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Run `forward` up to the last layer; return [batch.num_rows, hidden], no rows before the last stage."""
         self.check(batch, kv)
         received = None if self.shard.is_first else self.receive(self.hidden_buffer(batch.num_tokens))
         found = self.compute(received, batch, kv)
@@ -272,10 +258,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it.
-
-        A model without an output layer, such as one of embeddings, returns `rows` themselves.
-        """
+        """Return the logits of rows, or `rows` without an output layer; all ranks of the stage must call it."""
         if self._output is None:
             return rows
         logits, config = self.group.gather(self._output(rows), self._vocabulary), self.config

@@ -1,7 +1,4 @@
-"""Chat templates: Jinja programs in model folders that format a conversation.
-
-A separate process (`template_program`) renders them, with CPU time and memory limited by the kernel.
-"""
+"""Chat templates: Jinja programs in model folders, which `template_program` renders in a process with limits."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sources(NamedTuple):
-    """Text of a template, and that of the model's own template for conversations with tools."""
+    """Texts of templates: for conversations without tools, and the model's own for those with tools."""
 
     default: str
     tool_use: str | None = None
@@ -62,12 +59,7 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template.
-
-    Attributes:
-        default: Text of the template for conversations without tools.
-        source: Text of it and of the one with tools.
-    """
+    """A model's chat template; `source` has the text of the one with tools, too."""
 
     def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
         self.default = source

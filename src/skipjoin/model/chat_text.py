@@ -29,7 +29,7 @@ def chat_text(
     functions: Sequence[Mapping[str, Any]],
     **variables: Any,
 ) -> str:
-    """Return a conversation as text; `functions` are those that the prompt shows."""
+    """Return a conversation as text; the prompt shows `functions`."""
     tools = [template_tool(function) for function in functions]
     template = tokenizer.chat_template
     if template is not None and output_format is not None and output_format.is_prompted:

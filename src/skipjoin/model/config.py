@@ -35,7 +35,6 @@ class ExpertSettings:
     """MLPs of which each token uses some, in the layers `layers`; others have one of `intermediate_size`.
 
     Attributes:
-        width: Columns of an expert.
         among_chosen: Whether shares are the softmax over the chosen experts' logits, or over those of all.
     """
 
@@ -48,7 +47,7 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSettings:
-    """A layer of a pooled vector, whose matrix [outputs, inputs] is `linear.weight` in the safetensors `file`."""
+    """A layer of a pooled vector: matrix [outputs, inputs] `linear.weight` of the safetensors `file`."""
 
     file: str
     inputs: int
@@ -62,14 +61,11 @@ class PoolingSettings:
     """How the last hidden states of a text become its vector, or the score of a pair.
 
     Attributes:
-        how: Hidden states that are read: "cls" for the first token, "last" for the last, or "mean" for all.
-        normalize: Whether vectors have length 1.
+        how: "cls" for the first token's state, "last" for the last one's, or "mean" of all.
         head: Layers between the hidden state and a score; None for embeddings.
-        head_bias: Whether the first of them has a bias.
-        answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs; else empty.
+        answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs.
         squashes: Whether a score is the sigmoid of the head's value.
         max_tokens: Tokens that the model was trained for, if fewer than its positions.
-        dense: Layers of the vector before it is normalized.
     """
 
     task: Task
@@ -88,7 +84,7 @@ class StateSettings:
     """State of a request in the layers `layers`, which have no KV; all have the same.
 
     Attributes:
-        kernel: Tokens that a causal convolution of `channels` channels reads; 1 and 0 without one.
+        kernel: Tokens that a causal convolution of `channels` channels reads; 1 without one.
         heads: Heads of a linear recurrence, each with a matrix of key_dim x value_dim; 0 without one.
         key_heads: Number of keys and queries, which divides `heads`.
     """
@@ -102,7 +98,6 @@ class StateSettings:
     value_dim: int = 0
 
     def layer_bytes(self, itemsize: int) -> tuple[int, int]:
-        """Return the bytes of a layer's inputs of the convolution, and of its float32 matrices."""
         return (self.kernel - 1) * self.channels * itemsize, self.heads * self.key_dim * self.value_dim * 4
 
 
@@ -113,21 +108,18 @@ class ModelConfig:
     Attributes:
         rope: Rotary positions, which decide the context; None if the model has others.
         ropes: Those of each layer, or None for a layer without positions.
-        windows: Attention window of each layer in tokens, the current one included; 0 for full attention. Of encoders:
-            tokens on each side.
+        windows: Tokens that each layer attends to, the current one included, or on each side in encoders; 0 for all.
         attention_scale: Factor of attention scores; None for head_dim ** -0.5.
-        attention_cap: Bound of attention scores s, which become cap * tanh(s / cap); 0 for none. So does `logit_cap`
-            for logits, after `logit_scale`.
-        embedding_scale: Factor of embeddings; `residual_scale` is that of what layers add.
+        attention_cap: Bound of scores s, which become cap * tanh(s / cap); 0 for none. So does `logit_cap` for logits,
+            after `logit_scale`.
+        residual_scale: Factor of what layers add.
         norm_offset: Added to the weights of root mean square norms.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m and ELECTRA.
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
-        type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
-        distance_buckets: Embeddings of the distances of two tokens in one direction, up to `farthest`; 0 without them.
-        pooling: How hidden states become a vector; None for a model that generates.
-        chunks: Different lengths in tokens of the chunks of a context within which some layers attend. Blocks must not
-            lie in two.
+        position_offset: First position of an encoder.
+        distance_buckets: Embeddings of the distances of two tokens in one direction, up to `farthest`.
+        chunks: Lengths of the chunks of a context within which some layers attend. Blocks must not lie in two.
         has_position_keys: Keys have their positions as numbers, so that KV must not be rounded.
         source: config.json as text, for transformers' modeling code; empty for native families.
     """
@@ -185,7 +177,6 @@ class ModelConfig:
 
     @property
     def vector_width(self) -> int:
-        """Return the values of an embedding, or 1 for a score."""
         of = self.pooling
         if of is None or of.task is not Task.EMBED:
             return 1
@@ -275,7 +266,7 @@ def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos:
 
 
 def part_settings(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the settings of a part, such as the language model of one that also sees or hears, or `raw` without it."""
+    """Return the settings of a part with some of the whole's, or `raw` without such a part."""
     part = raw.get(name)
     if part is None:
         return raw
@@ -289,8 +280,7 @@ def part_settings(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Family] | None:
     """Return the architecture of the language model in one that also sees or hears, or None.
 
-    It is that of the whole if transformers has a class for it that runs, unless its language model has a family of our
-    own.
+    It is that of the whole if transformers runs that, unless the language model has a native family.
     """
     text, whole, part = raw.get("text_config"), find_whole(names, raw.get("model_type")), None
     is_part = whole is not None or any(str(name).endswith("ForConditionalGeneration") for name in names)
@@ -307,7 +297,7 @@ def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Fami
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of a language model with those that its file may leave out, where it is part of another."""
+    """Add the settings that a language model's file may leave out where it is part of another."""
     if SIZES["hidden_size"] in text:
         return dict(text)
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds

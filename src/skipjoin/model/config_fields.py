@@ -84,7 +84,7 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def layer_kinds(raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:
-    """Return whether each layer attends to a window. `default` is for a file without `layer_types`."""
+    """Return whether each layer attends to a window; `default` is for a file without `layer_types`."""
     kinds = raw.get("layer_types")
     if kinds is None:
         return tuple(map(default, range(layers)))
@@ -123,7 +123,6 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def factor(raw: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a number above 0, or `default` if it is missing."""
     value = raw.get(name, default)
     if not (is_number(value) and value > 0):
         raise ModelError(f"{name} in config.json must be a finite number above 0, got {value!r:.80}")
@@ -131,7 +130,6 @@ def factor(raw: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def cap(raw: Mapping[str, Any], name: str) -> float:
-    """Return the bound of a soft cap, or 0 if there is none."""
     return 0.0 if raw.get(name) is None else factor(raw, name, 0.0)
 
 
@@ -142,12 +140,7 @@ def activation(name: str) -> str:
 
 
 def rope_of_kind(raw: Mapping[str, Any], kind: str, theta: str, default: float) -> dict[str, Any]:
-    """Return `raw` with the rotary settings of layers of one kind, which are nested or, in older files, stand alone.
-
-    Args:
-        theta: Name of their base in older files.
-        default: Base if there is none.
-    """
+    """Return `raw` with rotary settings of layers of one kind, nested or, in older files, with the base `theta`."""
     found = {name: value for name, value in raw.items() if name not in ("rope_parameters", "rope_scaling")}
     nested = raw.get("rope_parameters") or {}
     if isinstance(nested, Mapping):

@@ -1,5 +1,3 @@
-"""Convert PyTorch's older weight files, which are pickles, to safetensors. Nothing else in this package opens them."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,6 @@ _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
-    """Write a copy of `source`, with its weights as safetensors, to the empty or new folder `target`."""
     source, target = Path(source), Path(target)
     files = bin_files(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

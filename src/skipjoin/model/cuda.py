@@ -35,8 +35,6 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """Facts that decide whether and how models run on CUDA; `compiler` is that with which Triton builds launchers."""
-
     runtime: str = ""
     cards: tuple[Card, ...] = ()
     present: bool = False
@@ -178,7 +176,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 
 
 def expand_segments() -> None:
-    """Let the allocator grow its segments, against unusable gaps. Call it before the first tensor on a GPU."""
+    """Let the allocator grow its segments, against unusable gaps; call it before the first tensor on a GPU."""
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return
     os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR_SETTINGS  # for child processes
@@ -195,7 +193,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def use_device(device: torch.device) -> None:
-    """Make this GPU the calling thread's current device, on which Triton launches kernels."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -116,7 +116,6 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return thresholds of top_k and top_p from the largest logits `best`, and whether those suffice."""
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
@@ -134,7 +133,6 @@ def _from_best(
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the index at which each row's running sum passes the fraction `uniforms`."""
     padded = _in_runs(weights)
     runs = padded.shape[1]
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)

@@ -16,14 +16,11 @@ MakeExperts = Callable[[], tuple[list[Linear], list[Linear]]]
 
 
 class ExpertMLP:
-    """Router and experts. A rank has the router's rows of some experts, and some columns of all experts."""
-
     def __init__(self, router: Linear, experts: Experts, group: Group, logits: Sequence[int]) -> None:
         self.router, self.experts = router, experts
         self._group, self._logits = group, logits
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        """Add the MLP of `x` to `total`; return as `Linear.add_to` does."""
         logits = self.router(x)
         if len(self._logits) == 1:
             return self.experts.add_to(x, self.experts.route(logits), total, then)
@@ -50,7 +47,7 @@ class ExpertLayer:
 
 
 def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bool = False) -> ExpertMLP:
-    """Return the MLP whose router is tensor `router`. Parameters are counted as far as a token uses them."""
+    """Return an MLP with the router. Parameters are counted as far as a token uses them."""
     settings, shard = builder.config.experts, builder.shard
     assert settings is not None
     own = shard.experts(builder.config)
@@ -71,7 +68,7 @@ def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bo
 
 
 def gated_experts(builder: Builder, name: str) -> MakeExperts:
-    """Return what makes experts of tensors of their own, or of two of all, `name`.gate_up_proj and `name`.down_proj.
+    """Return what makes experts of tensors of their own, or of two of all.
 
     Those are [experts, out, in], or [experts, in, out] as in the files of Qwen3-VL.
     """
@@ -89,7 +86,6 @@ def gated_experts(builder: Builder, name: str) -> MakeExperts:
 
 
 def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str) -> MakeExperts:
-    """Return what makes experts of tensors of their own: `name`.N.`down` and likewise."""
     settings, weights, ops = builder.config.experts, builder.weights, builder.ops
     assert settings is not None
     count, width, hidden = settings.count, settings.width, builder.config.hidden_size
@@ -111,11 +107,6 @@ def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: 
 def stacked_experts(
     builder: Builder, up: Stack, down: Stack, activation: str, *, has_bias: bool = False
 ) -> MakeExperts:
-    """Return what makes experts of tensors of all of them; `up.rows` has the gates' rows first.
-
-    Biases are tensors with the suffix "_bias"; rank 0 adds those of `down`.
-    """
-
     def bias_of(stack: Stack) -> torch.Tensor:
         whole = builder.weights.take(f"{stack.name}_bias", stack.experts, stack.out)
         return whole if stack.rows is None else whole[:, stack.rows].contiguous()

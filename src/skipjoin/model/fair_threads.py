@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class FairThreads:
-    """Threads, with `niceness` added, that run the calls of clients in turn, and those of one in order. Thread-safe."""
+    """Threads that run the calls of clients in turn, and those of one in order. Thread-safe."""
 
     def __init__(self, threads: int, *, niceness: int = 0) -> None:
         self._most, self._niceness = threads, niceness

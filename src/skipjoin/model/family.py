@@ -54,8 +54,7 @@ class FamilyError(PluginError):
 class Family:
     """Attributes as in `family`; a family that is not native runs transformers' modeling code, on one rank.
 
-    Attributes:
-        reads_whole: Whether `fields` reads all of config.json, not the settings of the language model alone.
+    With `reads_whole`, `fields` reads all of config.json, not the settings of the language model alone.
     """
 
     name: str
@@ -151,7 +150,7 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
 
 
 def find_whole(names: list[Any], model_type: str | None) -> tuple[str, Family] | None:
-    """Return the class that transformers has of a model that also sees or hears, of which texts use a part."""
+    """Return transformers' class of a model that also sees or hears, of which texts use a part."""
     from skipjoin.model.fallback.settings import wholes  # noqa: PLC0415 - as above
 
     known = wholes()
@@ -161,7 +160,7 @@ def find_whole(names: list[Any], model_type: str | None) -> tuple[str, Family] |
 
 
 def same_name(name: Any, known: Iterable[str]) -> str | None:
-    """Return the known name that is written differently, as in files whose code was in their folder; None without."""
+    """Return the known name that differs in case or underscores, as in files with code in their folder."""
     return next((other for other in known if _letters(other) == _letters(str(name))), None)
 
 
@@ -197,7 +196,6 @@ def _generating(name: Any) -> Any:
 
 
 def is_bare(name: str) -> bool:
-    """Return whether an architecture has no output, unlike GPT2LMHeadModel."""
     return name.endswith("Model") and not name.endswith("HeadModel")
 
 

@@ -7,13 +7,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from skipjoin.builtin import (
-    INSTALL_PACKAGED,
-    MODEL_NAME,
-    PACKAGED_NAME,
-    builtin_model_path,
-    packaged_model_path,
-)
+from skipjoin.builtin import INSTALL_PACKAGED, MODEL_NAME, PACKAGED_NAME, builtin_model_path, packaged_model_path
 from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
 from skipjoin.model.gguf.hub import HubFile, cached, download, files_on_hub, models_in, tags_of
@@ -39,7 +33,6 @@ _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """Return the folder or GGUF file of a model, downloaded if necessary. With "dummy", a folder has no weights."""
     return _installed(name) or resolve_folder(name, weights=load_format != "dummy")
 
 
@@ -60,7 +53,7 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
     """Return a model's folder, without its weights if it is on the hub, or its GGUF file.
 
     Raises:
-        ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
+        ModelError: If it cannot be loaded, as far as the names of its files show, or config.json is not JSON.
     """
     folder = model_files(name, load_format).folder
     if has_tokenizer:
@@ -121,7 +114,7 @@ def bin_files(source: Path) -> list[Path]:
 
 
 def model_id(name: str, folder: str | Path) -> str:
-    """Return the name of a model for clients, which shows no path of this machine. `name` is as it was given."""
+    """Return the name of a model for clients, which shows no path of this machine."""
     # The folder of a GGUF file is another path than the file.
     if name in (MODEL_NAME, PACKAGED_NAME) or not (Path(name) == Path(folder) or Path(name).is_dir()):
         return name  # a hub id
@@ -136,7 +129,6 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
     """Return the folder or GGUF file of a model, downloaded if necessary.
 
     Args:
-        name_or_path: Folder, GGUF file, or hub id.
         weights: Whether to download weights too; those of a GGUF file always are.
         from_hub: The name is known to be a hub id.
     """
@@ -171,10 +163,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
 
 
 def _unreachable(error: BaseException) -> str:
-    """Return why the hub cannot be reached, or "" for another error.
-
-    The hub's client says so in four sentences, or raises the error of its HTTP library, which is httpx or httpx2.
-    """
+    """Return why the hub cannot be reached, or "". The client may raise errors of httpx, or of httpx2."""
     cause: BaseException | None = error
     while cause is not None:
         if any(base.__name__ == "TransportError" for base in type(cause).__mro__):
@@ -185,7 +174,6 @@ def _unreachable(error: BaseException) -> str:
 
 
 def _fetch(name: str, *, weights: bool) -> Path:
-    """Return the folder of a model on the hub, which has no weights that only other programs read."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     folder = Path(snapshot_download(name, allow_patterns=_OTHER_FILES))
@@ -213,7 +201,6 @@ def _check_readable(path: Path) -> None:
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder whose weights it has, or None."""
     models = models_in([file.name for file in folder.iterdir()])
     if not models or any(folder.glob("*.safetensors")):
         return None

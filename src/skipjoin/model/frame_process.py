@@ -19,7 +19,7 @@ class FrameProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, first: bytes) -> tuple[int, bytes] | None:
-        """Start the process if none runs, and return its answer to the first frame, else None."""
+        """Return the process's answer to the first frame, or None if it runs already."""
         if self.process is not None and self.process.poll() is not None:  # killed while idle
             self.end()
         if self.process is not None:

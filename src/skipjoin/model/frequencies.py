@@ -10,8 +10,8 @@ from skipjoin.model.rope import RopeSettings
 def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
     """Return the radians per position of each pair.
 
-    Each operation rounds to float32 in the order of Hugging Face's implementation: at position 100,000, one rounding
-    less turns a pair by up to 0.006.
+    Each operation rounds to float32 in Hugging Face's order: at position 100,000, one rounding less turns a pair by up
+    to 0.006.
     """
     turned = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
     plain = 1.0 / turned
@@ -39,8 +39,6 @@ def _llama3(rope: RopeSettings, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(rope: RopeSettings, pairs: int) -> torch.Tensor:
-    """Return the share of each pair's unscaled frequency (YaRN section 3.2)."""
-
     def pair_with_turns(turns: float) -> float:
         wave = rope.original_max_positions / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))

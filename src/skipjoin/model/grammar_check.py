@@ -48,7 +48,6 @@ class GrammarCheck:
         weakref.finalize(self, self.close)
 
     def start(self) -> None:
-        """Start the process in a thread, if its vocabulary takes long to load."""
         if self._vocabulary.size >= _LARGE_VOCABULARY:
             self._threads.submit("", self._start)
 
@@ -57,7 +56,6 @@ class GrammarCheck:
         self.submit(structured, client).result()
 
     def submit(self, structured: StructuredOutput, client: str = "") -> Future[None]:
-        """Start to compile a constraint. The future is done if the constraint is known."""
         error = self._recall(structured, client)
         if error is None:
             return self._threads.submit(client, self._check, structured, client)

@@ -37,8 +37,7 @@ _REMEDY = "simplify it, for example with fewer alternatives that match the same 
 class GrammarMask:
     """Allows the tokens that keep the output a prefix of some text of the grammar.
 
-    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say. All
-    masks of a request may take `max_masks_s` seconds, besides those for each token.
+    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say.
     """
 
     def __init__(self, grammars: Grammars, *, max_masks_s: float = MAX_MASKS_S) -> None:
@@ -82,7 +81,7 @@ class GrammarMask:
         return masks, must_end
 
     def compute_ahead(self, state: GrammarState, output: Sequence[int]) -> None:
-        """Advance a state to the end of an output, and compute its mask there. No step may use the state meanwhile."""
+        """Advance a state to the end of an output, and compute its mask; no step may use the state meanwhile."""
         state.advance(output)
         if state.mask is None and state.is_active(len(output)):
             mask = np.empty(self._words, np.int32)
@@ -93,7 +92,6 @@ class GrammarMask:
 
 
 def _compute(states: Sequence[tuple[int, GrammarState]], masks: np.ndarray, rest_s: float) -> None:
-    """Compute the tokens that each grammar allows, without the GIL, and find the slow grammars."""
     if not states:
         return
     first, size, threads = masks.ctypes.data, masks.strides[0], threads_here()
@@ -121,7 +119,7 @@ class GrammarState(ProcessorState):
     """Position of one request in its grammar.
 
     Attributes:
-        mask: Tokens that the grammar allows next, if `GrammarMask.compute_ahead` has computed them.
+        mask: Tokens allowed next, if `GrammarMask.compute_ahead` has computed them.
         is_slow: Whether the next mask should be computed ahead, because the latest ones took long.
         uncharged_s: Seconds of its masks and grammar that are not charged yet.
     """
@@ -169,7 +167,7 @@ class GrammarState(ProcessorState):
         self._consume(tokens[known:])
 
     def advance(self, output: Sequence[int]) -> None:
-        """Accept the tokens of an output that were not accepted before. A later `accept` of them has no effect."""
+        """Accept the new tokens of an output; a later `accept` of them has no effect."""
         new = output[self._length :]
         self._ahead += len(new)
         self._consume(new)
@@ -185,7 +183,6 @@ class GrammarState(ProcessorState):
             self._note_error()
 
     def note_mask(self, seconds: float, *, is_slow: bool = False) -> None:
-        """Count the time of a mask; `is_slow` if it takes too long for a step."""
         self.seconds += seconds
         self.uncharged_s += seconds
         limit = self._max_masks_s + self._length * MAX_MASKS_TOKEN_S
@@ -207,7 +204,6 @@ class GrammarState(ProcessorState):
         return grammar.quick < (_QUICK_MASKS << grammar.relapses if grammar.was_slow else _FIRST_MASKS)
 
     def settle(self, mask: np.ndarray) -> None:
-        """Apply the rules of ending to the allowed tokens, of which none may remain."""
         if self.matcher.is_error():
             self._note_error()
         params = self._params

@@ -1,8 +1,7 @@
 """Program that compiles grammars for `GrammarCheck`: frames on standard input, first a `Vocabulary`, then constraints.
 
-A fork of this process compiles them, with CPU time, memory and stack limited by the kernel, because some patterns take
-minutes, and deep rules overflow the stack. The next fork replaces one that is killed, and has the vocabulary, which
-takes a second to load.
+Forks compile them, with CPU time, memory and stack limited by the kernel, because some patterns take minutes, and deep
+rules overflow the stack. This process has the vocabulary, which takes a second to load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Grammars of constrained output, compiled for a model's vocabulary.
 
-A matcher is a pure function of a grammar and output tokens, so it is never saved: the known output tokens advance a new
-one.
+A matcher is a pure function of a grammar and output tokens, so it is never saved: known tokens advance a new one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class CompiledGrammar:
     Attributes:
         matcher: Copied by each request, and never advanced.
         is_slow: Whether the next masks should be computed outside of the steps. New grammars must prove to be quick.
-        relapses: Number of times that a mask of a quick request took long.
     """
 
     matcher: LLMatcher
@@ -104,7 +102,6 @@ class Grammars:
         del self._compiled[next(key for key in self._compiled if key[0] == most)]
 
     def compiled(self, structured: StructuredOutput) -> LLMatcher:
-        """Compile a grammar without keeping it; raise `GrammarError` if it does not compile."""
         vocabulary, grammar = self.vocabulary, llguidance_grammar(structured)
         compiled = LLMatcher(vocabulary, grammar.text, limits=self._limits, log_level=0)
         if compiled.is_error():
@@ -112,7 +109,6 @@ class Grammars:
         return compiled
 
     def load(self) -> None:
-        """Load the vocabulary now. A model without one fails later, and only for constrained requests."""
         try:
             _ = self.vocabulary
         except GrammarError as error:

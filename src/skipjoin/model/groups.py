@@ -1,4 +1,4 @@
-"""Matrices in codes of 4, 6 or 8 bits with scales per group of inputs, as products of compiled code read them."""
+"""Matrices in codes of 4, 6 or 8 bits with scales per group of inputs, as compiled products read them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class GroupedMatrix(NamedTuple):
         )
 
     def widened(self) -> torch.Tensor:
-        """Return the weights as float32."""
         inputs = self.codes.shape[1]
         numbers = self.codes.long() if self.values is None else torch.tensor(self.values)[self.codes.long()]
         weight = (numbers - self.offset).float()
@@ -77,7 +76,6 @@ def with_integers(matrix: GroupedMatrix) -> GroupedMatrix:
 
 
 def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
-    """Return whether all have their inputs in one order."""
     first = matrices[0].order
     if first is None:
         return all(matrix.order is None for matrix in matrices)
@@ -87,7 +85,6 @@ def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
 def coded_bytes(
     outputs: int, inputs: int, *, bits: int = 8, group: int = GROUP, scale_bytes: int = 2, has_minimums: bool = False
 ) -> int:
-    """Return the minimum bytes of a matrix."""
     return outputs * (inputs * bits // 8 + -(-inputs // group) * scale_bytes * (1 + has_minimums))
 
 

@@ -33,9 +33,6 @@ class PagedKV:
 
     `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, row], so that a move is one copy per block.
     Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
-
-    Attributes:
-        states: State in layers without KV, in `state_slots` slots; None if the model has none.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class PagedKV:
         return self._layers[index]
 
     def scales(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return views of a layer's scales, [num_blocks, block_size, kv_heads] each; None if the format has none."""
+        """Return views of a layer's scales, [num_blocks, block_size, kv_heads] each, or None."""
         return self._scales[index] if self.format.has_scale else None
 
     def write(self, index: int, where: Where, rows: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -97,7 +94,6 @@ class PagedKV:
         return self.tensor.view(self.num_blocks, -1)
 
     def head_view(self) -> torch.Tensor:
-        """Return [num_blocks, heads, block_size, row], with heads of keys and values of all layers."""
         return self.tensor.view(self.num_blocks, -1, *self.tensor.shape[-2:])
 
     @staticmethod
@@ -108,7 +104,7 @@ class PagedKV:
 
 
 class SwapPool:
-    """Blocks in CPU memory in another format, as rows of bytes; a block's `shape` is (heads, block_size, head_dim)."""
+    """Blocks in CPU memory in another format, of a `shape` (heads, block_size, head_dim)."""
 
     def __init__(
         self,
@@ -136,7 +132,7 @@ def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def kv_shape(config: ModelConfig, shard: Shard) -> tuple[int, int]:
-    """Return a rank's layers and heads of KV. Encoders and models without attention have blocks to count tokens."""
+    """Return a rank's layers and heads of KV. Models without attention have blocks to count tokens."""
     layers = 0 if config.is_encoder else len(shard.kv_layers(config))
     return (layers, len(shard.kv_heads(config))) if layers else (1, 1)
 

@@ -15,7 +15,6 @@ _ALIGN = 64
 
 
 def large_page_bytes(size: int, *advice: str) -> torch.Tensor:
-    """Return `size` zero bytes, in huge pages if possible, with further `advice` of madvise."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for name in (*advice, "MADV_HUGEPAGE"):
         # Where the system or the kernel lacks it, the memory works, but is slower.
@@ -36,7 +35,6 @@ class Arena:
         self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """Return `size` zero bytes, aligned to a cache line."""
         if self._used + size > len(self._buffer):
             self._buffer = large_page_bytes(max(size, _BUFFER_BYTES))
             self._used = 0

@@ -10,23 +10,15 @@ from skipjoin.model.adapters import AdaptedLinear
 from skipjoin.model.builder import Builder
 from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Adjusted
-from skipjoin.model.ops.base import (
-    Experts,
-    FusedLayers,
-    LayerParts,
-    Linear,
-    Norm,
-)
+from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.self_attention import SelfAttention
 
 
 class Layer(Protocol):
-    """Layer with pre-normalized sublayers on a residual stream, of which the first reads `norm`."""
-
     norm: Norm
 
     def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
-        """Add this layer's output to `x` in place; `normed` is `norm(x)`. Return `then(x)`, or `x` without `then`."""
+        """Add this layer's output to `x` in place, given `norm(x)`. Return `then(x)`, or `x` without `then`."""
         ...
 
 
@@ -59,7 +51,6 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
 
 
 def products_of(layer: LayerParts) -> list[Linear | Experts]:
-    """Return a layer's products, which may take adapters."""
     products = [layer.attention.qkv, layer.attention.output, layer.up, layer.down]
     return [product.linear if isinstance(product, Adjusted) else product for product in products]
 
@@ -80,6 +71,5 @@ def _plain(linear: Linear) -> Linear:
 
 
 def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
-    """Return `advance` and then `norm` in one call, or None if the operations cannot do that."""
     parts = [layer.parts for layer in layers if isinstance(layer, FusibleLayer)]
     return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

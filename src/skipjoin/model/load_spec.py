@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
-    """How a model is loaded: fields of `EngineConfig`. dtype auto is that of config.json, else of most weights."""
-
     dtype: str = "auto"
     device: str = "cpu"
     attention: str = "auto"

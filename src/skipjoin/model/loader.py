@@ -52,7 +52,7 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model, or the shard of this group's rank. Its device becomes the calling thread's current device."""
+    """Load a model, or this rank's shard. Its device becomes the calling thread's current device."""
     has_weights = spec.load_format != "dummy"
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
     config, stored = read_config(files, spec), format_of(files, spec)
@@ -88,7 +88,7 @@ def _log_limits(files: ModelFiles, config: ModelConfig) -> None:
 
 
 def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard: Shard = WHOLE) -> CausalLM:
-    """Return a model without memory, to learn its sizes: the loaded one, which may be padded, is no smaller."""
+    """Return a model without memory, to learn its sizes: the loaded one is no smaller."""
     stored = format_of(files, spec)
     chosen = _choose(config, spec, stored)
     source = Source(files, spec, config, chosen.dtype, chosen.device, reads_codes=chosen.ops.reads_codes)
@@ -104,7 +104,6 @@ def random_model(
     group: Group | None = None,
     **options: Any,
 ) -> CausalLM:
-    """Return a model with random weights; `options` are fields of `LoadSpec`."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
     spec = LoadSpec(dtype=dtype, load_format="dummy", **options)

@@ -1,5 +1,3 @@
-"""Logits processors: adjustments of a request's logits before temperature and filters."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -17,8 +15,6 @@ _BANNED = -1e30
 
 
 class Asked(NamedTuple):
-    """What processors read of a new request."""
-
     params: SamplingParams
     prompt: Sequence[int]
     eos_token_ids: Collection[int]
@@ -44,9 +40,7 @@ class ProcessorState:
 
 
 class LogitsProcessor(Protocol):
-    def start(self, asked: Asked) -> ProcessorState | None:
-        """Return the state of a new request, or None if its logits are never adjusted."""
-        ...
+    def start(self, asked: Asked) -> ProcessorState | None: ...
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
         """Adjust rows of the logits, float32 [n, vocab], in place; `rows` ascend, and have active states."""
@@ -98,8 +92,6 @@ class RepetitionPenalty:
 
 
 class OutputPenalties:
-    """Subtracts `frequency_penalty` for each occurrence of a token in the output, and `presence_penalty` once."""
-
     def start(self, asked: Asked) -> _OutputState | None:
         frequency, presence = asked.params.frequency_penalty, asked.params.presence_penalty
         return _OutputState(frequency, presence) if frequency or presence else None
@@ -135,8 +127,6 @@ class _MinTokensState(ProcessorState):
 
 
 class AllowedTokens:
-    """Bans all other tokens."""
-
     def start(self, asked: Asked) -> _AllowedState | None:
         return _AllowedState(tokens) if (tokens := asked.params.allowed_token_ids) else None
 

@@ -5,11 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.ops.base import (
-    Linear,
-    LookedUp,
-    Norm,
-)
+from skipjoin.model.ops.base import Linear, LookedUp, Norm
 from skipjoin.model.parallel import Group
 
 
@@ -50,8 +46,6 @@ class Adjusted:
 
 
 class Unchanged:
-    """`Norm` in front of a part that reads the residual stream itself."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -60,8 +54,6 @@ class Unchanged:
 
 
 class ProjectionNorm:
-    """Norm of [n, heads, dim] over all heads."""
-
     def __init__(self, norm: Norm) -> None:
         self._norm = norm
 
@@ -70,8 +62,6 @@ class ProjectionNorm:
 
 
 class SpreadNorm:
-    """Root mean square norm of [n, heads, dim] over the heads of a stage's ranks, which have `width` values."""
-
     def __init__(self, weight: torch.Tensor, eps: float, width: int, group: Group) -> None:
         self._weight, self._eps, self._width, self._group = weight.float(), eps, width, group
 
@@ -85,8 +75,6 @@ class SpreadNorm:
 
 
 class Embedding:
-    """Vocabulary-parallel embedding: a rank has the rows `own`. They are multiplied by `scale` in the model's type."""
-
     def __init__(
         self, table: torch.Tensor | LookedUp, own: range, vocab_size: int, group: Group, scale: float = 1.0
     ) -> None:

@@ -1,4 +1,4 @@
-"""One-shot all-reduce on one machine, several times as fast as NCCL's rings for the few kilobytes of a decode."""
+"""One-shot all-reduce on one machine, several times as fast as NCCL's rings for a decode's few kilobytes."""
 
 from __future__ import annotations
 

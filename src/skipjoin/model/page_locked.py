@@ -39,7 +39,6 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
 
 
 def cpu_bytes(owner: object, size: int, *, pin: bool) -> torch.Tensor:
-    """Return `size` zero bytes, which are unlocked with `owner` if they are page-locked."""
     if not pin:
         return large_page_bytes(size)
     memory, unlock = page_locked_bytes(size)
@@ -61,7 +60,6 @@ def _lock(memory: torch.Tensor) -> bool:
 
 
 def _forget_error() -> None:
-    """Clear CUDA's last error, which the next kernel launch would raise."""
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.ones(1, device="cuda")
 

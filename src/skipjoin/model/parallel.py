@@ -65,7 +65,6 @@ class Shard:
         return _part(config.num_heads, self.tp_rank, self.tp_size)
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """Return the KV heads of the rank. With more ranks than heads, several ranks have the same head."""
         first = self.tp_rank * config.num_kv_heads // self.tp_size
         return range(first, first + max(1, config.num_kv_heads // self.tp_size))
 
@@ -79,7 +78,6 @@ class Shard:
         return _part(config.intermediate_size, self.tp_rank, self.tp_size)
 
     def experts(self, config: ModelConfig) -> range:
-        """Return the experts of which the rank computes the router's logits."""
         assert config.experts is not None
         return _part(config.experts.count, self.tp_rank, self.tp_size)
 
@@ -101,7 +99,6 @@ class Shard:
         return _part(config.num_layers, self.pp_rank, self.pp_size)
 
     def kv_layers(self, config: ModelConfig) -> Sequence[int]:
-        """Return the rank's layers with attention."""
         own, of = self.layers(config), config.states
         return own if of is None else [layer for layer in own if layer not in of.layers]
 

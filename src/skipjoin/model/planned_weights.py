@@ -11,12 +11,7 @@ from skipjoin.model.weights import Matrix, Stack, Weights, wanted_part
 
 
 class PlannedWeights(Weights):
-    """Tensors without memory, and products of which only the bytes are known.
-
-    Args:
-        matrix_bytes: Returns the bytes of a matrix by its name, outputs and inputs, or None if it is kept as numbers.
-        product_bytes: Likewise for products of tensors that were taken.
-    """
+    """Tensors without memory, and products of which only the bytes are known, or None for those in numbers."""
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ class PluginError(Exception):
 
 
 def load_plugins(group: str, is_registered: Callable[[object], bool], must_name: str) -> None:
-    """Load the entry points of a group of installed packages, each once."""
     for point in entry_points(group=group):
         if point in _loaded:
             continue

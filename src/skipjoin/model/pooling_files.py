@@ -1,7 +1,7 @@
 """Decides what a model is served for, and how its hidden states become vectors.
 
-Models of sentence-transformers have files for that: the parts in modules.json, with a folder each. GGUF files may name
-a pooling. Others follow the architecture: the mean of an encoder, the last token of a decoder.
+Models of sentence-transformers list their parts in modules.json, GGUF files may name a pooling, and others follow the
+architecture: the mean of an encoder, the last token of a decoder.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def _choose(name: str, config: ModelConfig, *, has_modules: bool) -> Task:
 
 
 def _modules(files: ModelFiles) -> list[tuple[str, str]]:
-    """Return the kind and the folder of each part of a model of sentence-transformers."""
     file = files.folder / "modules.json"
     if is_gguf(files.folder) or not file.is_file():
         return []
@@ -146,7 +145,6 @@ def _mode(raw: Mapping[str, Any], where: str) -> str:
 
 
 def _answers(files: ModelFiles, config: ModelConfig) -> tuple[int, ...]:
-    """Return the tokens "yes" and "no" of a decoder that judges pairs, as Qwen3-Reranker does."""
     file = files.folder / "tokenizer.json"
     if config.logit_cap or not file.is_file():
         raise ModelError("task score needs tokenizer.json, and a decoder without soft caps of logits")

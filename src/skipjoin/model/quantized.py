@@ -1,5 +1,3 @@
-"""Weights in the layouts of other libraries' quantized checkpoints."""
-
 from __future__ import annotations
 
 import logging
@@ -45,8 +43,6 @@ _NVFP4_GROUP = 16
 
 
 class Numbers(NamedTuple):
-    """Numbers without codes that products read, with a scale per rectangle of `rows` and `columns`."""
-
     stored: torch.Tensor
     scales: torch.Tensor
 
@@ -62,8 +58,6 @@ Stored = GroupedMatrix | Numbers | Blocks
 
 
 class QuantizedWeights(FolderWeights):
-    """Weights of a folder, those of products in codes or widened to the model's type."""
-
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         self._reads_codes = source.reads_codes
@@ -122,7 +116,6 @@ class QuantizedWeights(FolderWeights):
         return made
 
     def _decoded(self, name: str, outputs: int, inputs: int) -> Stored | None:
-        """Return a matrix, or None if it is stored as numbers of common types."""
         for suffix, read in self._layouts():
             if self.has(f"{name}.{suffix}"):
                 return read(name, outputs, inputs)
@@ -175,7 +168,6 @@ class QuantizedWeights(FolderWeights):
         return _with_zeros(codes, scales.T, zeros.T, group, bits)._replace(order=order)
 
     def _own_sizes(self, name: str, inputs: int) -> tuple[int, int]:
-        """Return the bits and the inputs of a group of a matrix, which may differ from those of the settings."""
         words, scales = (self.shape_of(f"{name}.{part}") or (0,) for part in ("qweight", "scales"))
         bits = next((bits for bits in (4, 8) if 32 * words[0] == bits * inputs), int(self._settings["bits"]))
         group, groups = self._group(inputs), scales[0]
@@ -183,7 +175,6 @@ class QuantizedWeights(FolderWeights):
         return bits, inputs // groups if is_other else group
 
     def _mlx(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
-        """Return weights `scale * code + bias`, whose bits may differ from those of other matrices."""
         words = self._shape(f"{name}.weight")[-1]
         bits = 32 * words // inputs
         if bits not in (4, 8):
@@ -235,7 +226,6 @@ class QuantizedWeights(FolderWeights):
         return GroupedMatrix(_nibbles(packed), scales.float() * (factor / 2), _NVFP4_GROUP, 4, values=_FP4)
 
     def _single(self, name: str) -> torch.Tensor:
-        """Return a number that is stored as a tensor without dimensions, or with one."""
         shape = self.shape_of(name)
         return self.stored(name, *(shape if shape == () else (1,)), types=("F32",)).view(())
 
@@ -260,7 +250,6 @@ class QuantizedWeights(FolderWeights):
         return Numbers(stored, spread)
 
     def _scales(self, name: str, outputs: int, inputs: int) -> tuple[torch.Tensor, int]:
-        """Return scales [out, groups], and the inputs of a group."""
         shape, block = self._shape(f"{name}.weight_scale"), self._weights().get("block_structure")
         scales = self.stored(f"{name}.weight_scale", *shape, types=_NUMBERS)
         if block:
@@ -291,12 +280,10 @@ def _fp4_matrix(packed: torch.Tensor, exponents: torch.Tensor) -> GroupedMatrix:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the codes of bytes [out, in / 2], the low bits first."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words, the lowest bits first, in the last dimension, in a byte each."""
     stored = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stored
@@ -309,7 +296,6 @@ def _kept(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _with_zeros(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, bits: int) -> GroupedMatrix:
-    """Return weights of unsigned codes, which are `scale * (code - zero)`."""
     middle = 1 << bits - 1
     stored = codes if bits == 4 else (codes ^ middle).view(torch.int8)
     if bool((zeros == middle).all()):
@@ -320,7 +306,6 @@ def _with_zeros(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, 
 
 
 def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:
-    """Return the minimum bytes of a matrix in codes, or None if it is not stored so or is widened."""
     stored = _names(source.files.folder) if source.files.has_weights and source.reads_codes else frozenset()
     names = stored_names(name, family_named(source.config.family).prefix)
     if {f"{name}_blocks" for name in names} & stored:
@@ -344,7 +329,6 @@ def _names(folder: Path) -> frozenset[str]:
 
 
 def why_unsupported(files: ModelFiles) -> str | None:
-    """Return what about the settings cannot be read, or None."""
     found = files.quantization
     method = found.get("quant_method")
     if method == "awq" and (found.get("bits", 4) != 4 or str(found.get("version", "gemm")).lower() != "gemm"):

@@ -20,16 +20,12 @@ _SIGMOID = Gate(GateKind.SIGMOID)
 
 
 class Part(Protocol):
-    """Attention, or what stands in its place, or an MLP."""
-
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
-        """Add the part of `x` to `total`; return as `Linear.add_to` does."""
-        ...
+    def add_to(
+        self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None
+    ) -> torch.Tensor: ...
 
 
 class Stateless:
-    """`Part` that does not depend on other tokens."""
-
     def __init__(self, add_to: Callable[[torch.Tensor, torch.Tensor, Norm | None], torch.Tensor]) -> None:
         self._add_to = add_to
 
@@ -42,8 +38,6 @@ def mlp_part(up: Linear, down: Linear) -> Part:
 
 
 class MixedLayer:
-    """`Layer` of any two parts."""
-
     def __init__(self, norm: Norm, mixer: Part, mlp_norm: Norm, mlp: Part) -> None:
         self.norm = norm
         self._mixer, self._mlp_norm, self._mlp = mixer, mlp_norm, mlp
@@ -54,7 +48,6 @@ class MixedLayer:
 
 
 def state_index(builder: Builder, layer: int) -> int:
-    """Return the place of a layer among those of this rank that have states."""
     return builder.shard.state_layers(builder.config).index(layer)
 
 
@@ -64,7 +57,6 @@ def settings_of(builder: Builder) -> StateSettings:
 
 
 def convolution(builder: Builder, name: str, *, has_bias: bool = False, is_gated: bool = False) -> Convolution:
-    """Make the convolution of `name`.weight, [channels, 1, kernel], whose sums are in float32."""
     of = settings_of(builder)
     weights = builder.tensor(f"{name}.weight", of.channels, 1, of.kernel)
     bias = builder.tensor(f"{name}.bias", of.channels).float() if has_bias else None
@@ -72,8 +64,6 @@ def convolution(builder: Builder, name: str, *, has_bias: bool = False, is_gated
 
 
 class ShortConvolution:
-    """Gated convolution of LFM2: of projections (before, after, x), after * convolve(before * x)."""
-
     def __init__(self, builder: Builder, layer: int, name: str, *, has_bias: bool) -> None:
         width = builder.config.hidden_size
         self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
@@ -90,11 +80,7 @@ class ShortConvolution:
 
 
 class DeltaNet:
-    """Gated delta rule over a convolution of queries, keys and values, and a gated norm of each head's output.
-
-    Args:
-        enter: Projection to queries, keys, values, gates, rates and decays, in this order.
-    """
+    """Gated delta rule over a convolution of queries, keys and values, and a gated norm of each head's output."""
 
     def __init__(self, builder: Builder, layer: int, name: str, enter: Linear) -> None:
         of, config = settings_of(builder), builder.config
@@ -124,11 +110,7 @@ class DeltaNet:
 
 
 class Mamba2:
-    """Mamba-2: a recurrence whose queries, keys and values have passed a convolution, and a norm of its gated output.
-
-    Args:
-        limits: Least and most of the steps.
-    """
+    """Mamba-2: a recurrence over a convolution of queries, keys and values, and a norm of its gated output."""
 
     def __init__(
         self,
@@ -169,10 +151,7 @@ class Mamba2:
 
 
 class GatedAttention:
-    """Attention whose output is multiplied by the logistic function of a gate.
-
-    `inner` has a projection to queries, gates, keys and values, in this order.
-    """
+    """Attention of queries, gates, keys and values, whose output the logistic function of the gate multiplies."""
 
     def __init__(self, builder: Builder, inner: SelfAttention) -> None:
         self._ops, self._of = builder.ops.recurrent, inner.parts
@@ -212,7 +191,6 @@ class SharedExperts:
 
 
 def shared_experts(builder: Builder, name: str, experts: ExpertMLP) -> SharedExperts:
-    """Return `experts` beside the MLP `name`.shared_expert with its gate, which each rank has as a whole."""
     width, hidden, part = builder.config.shared_width, builder.config.hidden_size, f"{name}.shared_expert"
     gate_up = [f"{part}.gate_proj", f"{part}.up_proj"]
     up = builder.linear(gate_up, [width] * 2, hidden, False, activation=GATED)

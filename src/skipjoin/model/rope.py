@@ -41,8 +41,7 @@ class RopeSettings:
         """Return the context length of a model with this `max_position_embeddings`.
 
         Linear and YaRN scaling extend the original length, whether or not config.json does; Llama 3 states the result.
-        LongRoPE has other factors beyond the original length, so that cached KV would not stay valid as a request grows
-        past it.
+        LongRoPE has other factors beyond the original length, so that cached KV would not stay valid.
         """
         if self.scaling == "longrope" and self.original_max_positions:
             return min(max_positions, self.original_max_positions)
@@ -58,7 +57,7 @@ class RopeSettings:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Parse the rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form."""
+    """Parse the rotary settings of a config.json, in the older (`rope_scaling`) or newer form."""
     older, newer = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
     # Model cards say to add `rope_scaling`, also to a file in the newer form.
     nested = {**newer, **older}
@@ -115,7 +114,6 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
 
 
 def _longrope(nested: Mapping[str, Any], factor: float, original: int, rotary_dim: int) -> dict[str, Any]:
-    """Return the factors up to the original length, or those beyond it if config.json has no others."""
     given = nested.get("attention_factor")
     if given is None:
         given = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))

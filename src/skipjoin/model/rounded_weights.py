@@ -13,8 +13,6 @@ from skipjoin.model.weights import Matrix, Weights
 
 
 class Int8Weights(Weights):
-    """Weights of another format, rounded to 8 bits."""
-
     label = "int8"
 
     def __init__(self, plain: Weights) -> None:
@@ -38,8 +36,6 @@ class Int8Weights(Weights):
 
 
 class Fp8Weights(Weights):
-    """Weights of another format, rounded to 8-bit floats, except for the output projection and odd sizes."""
-
     label = "fp8"
 
     def __init__(self, plain: Weights, vocab_size: int) -> None:

@@ -37,16 +37,10 @@ _DEFAULT_STREAM = 0
 class _Attributes(ctypes.Structure):
     """`CUmemcpyAttributes`; a place has a type and a number, which are ignored except for managed memory."""
 
-    _fields_ = [
-        ("order", c_int),
-        ("source", c_int * 2),
-        ("target", c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
+    _fields_ = [("order", c_int), ("source", c_int * 2), ("target", c_int * 2), ("flags", ctypes.c_uint)]
 
 
 def batch_call(library: Any) -> BatchCall | None:
-    """Return a driver's call, or None if it has none."""
     name, has_index = next((found for found in _FUNCTIONS if hasattr(library, found[0])), ("", False))
     if not name:
         return None
@@ -67,8 +61,6 @@ def batch_call(library: Any) -> BatchCall | None:
 
 
 class RunBatch:
-    """Copies runs by one call on the current stream of a GPU, until a call fails."""
-
     def __init__(self, call: BatchCall, device: torch.device) -> None:
         self._call: BatchCall | None = call
         self._device = device
@@ -100,7 +92,6 @@ class RunBatch:
 
 @functools.cache
 def run_batch(device: torch.device) -> RunBatch | None:
-    """Return what copies runs to and from this GPU by one call, or None if the driver cannot or copies wrongly."""
     call = None
     with suppress(OSError, ValueError):  # no such library, or another calling convention
         call = batch_call(ctypes.CDLL(_LIBRARY))
@@ -119,7 +110,6 @@ def run_batch(device: torch.device) -> RunBatch | None:
 
 
 def copy_runs(target: torch.Tensor, source: torch.Tensor, runs: Sequence[Run]) -> None:
-    """Copy runs of rows, on CUDA queued on the current stream."""
     if len(runs) > 1 and target.is_cuda != source.is_cuda:
         here, there = (target, source) if target.is_cuda else (source, target)
         batch = run_batch(here.device) if there.is_pinned() else None

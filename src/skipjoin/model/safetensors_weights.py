@@ -23,7 +23,7 @@ _MAPPED_BYTES = 64 << 20
 
 
 class SafetensorsFiles:
-    """A folder's safetensors files, or those of these names, opened as needed. `where` has the file of each tensor.
+    """A folder's safetensors files, opened as needed; `where` has the file of each tensor.
 
     Tensors are parts of a mapped file, which stays in memory as far as it was read while any of them exists. Files are
     thus closed from time to time.
@@ -98,7 +98,7 @@ def stored_dtype(folder: Path) -> str:
 def has_own_output(folder: Path, family: Family) -> bool:
     """Return whether the files hold another output matrix than the embedding.
 
-    transformers 5 then unties them, whatever config.json says. It saves such a model with tie_word_embeddings true.
+    transformers 5 then unties them, whatever config.json says.
     """
     files = SafetensorsFiles(folder)
     names = [
@@ -120,7 +120,6 @@ def stored_names(name: str, prefix: str) -> tuple[str, ...]:
 
 
 def _converted(name: str) -> str:
-    """Return the name of a parameter of a norm in checkpoints from TensorFlow, which most of BERT's are."""
     return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 
 
@@ -145,16 +144,10 @@ class FolderWeights(Weights):
         return None if stored is None else tuple(self._files.opened(stored).get_shape())
 
     def named(self, name: str) -> str | None:
-        """Return the name that a tensor has in the files, or None if they lack it."""
         return next((stored for stored in stored_names(name, self._prefix) if stored in self._files.where), None)
 
     def stored(
-        self,
-        name: str,
-        *shape: int,
-        types: Sequence[str],
-        rows: range | None = None,
-        columns: range | None = None,
+        self, name: str, *shape: int, types: Sequence[str], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
         """Return a tensor as it is stored; its type must be one of `types`, named as in the file."""
         where = self._files.where

@@ -101,8 +101,6 @@ _NO_LIMITS = _Limits([], np.empty((0, 0), np.int32))
 
 
 class SampledTokens(NamedTuple):
-    """Tokens, int64 [rows] on the device, and their report in transit to the CPU."""
-
     tokens: torch.Tensor
     report: CpuCopy[list[Sampled]]
 
@@ -169,10 +167,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """Sample one token per row of logits, which may change.
-
-        Logprobs are those of the unmodified logits.
-        """
+        """Sample one token per row of logits, which may change. Logprobs are those of the unmodified logits."""
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
@@ -201,7 +196,6 @@ class Sampler:
 
     @staticmethod
     def _is_plain(row: SampleRow) -> bool:
-        """Return whether the token is that of the largest logit, of which nothing is reported."""
         state, length = row
         if state.params.temperature > 0 or state.params.logprobs is not None:
             return False
@@ -288,7 +282,6 @@ def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `count` ids, below 2^32, of each row's largest values [n, m], best first, then by id."""
     bits = (values + 0.0).view(torch.int32)  # makes 0 and -0 equal
     ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()  # sorts like the values
     return ~(ordered << 32 | _MAX_ID - ids).topk(count).values & _MAX_ID

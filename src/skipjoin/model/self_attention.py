@@ -8,12 +8,7 @@ from skipjoin.model.builder import Builder
 from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Adjusted
-from skipjoin.model.ops.base import (
-    AttentionParts,
-    HeadNorm,
-    Linear,
-    Norm,
-)
+from skipjoin.model.ops.base import AttentionParts, HeadNorm, Linear, Norm
 from skipjoin.model.rope import RopeSettings
 
 
@@ -61,7 +56,6 @@ class SelfAttention:
         )
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
-        """Add the attention over `x` to `total`; return as `Linear.add_to` does."""
         of = self.parts
         qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
         query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
@@ -94,8 +88,8 @@ def separate_attention(
     """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`.
 
     Args:
-        adjust: Changes the output before it is added; see `Adjusted`.
-        joined: Name of one matrix that has the rows of all three, instead of theirs.
+        adjust: Changes the output before it is added.
+        joined: Name of one matrix that has the rows of all three.
         is_paired: The checkpoint rotates pairs of neighbors, (0, 1), instead of (0, rotary_dim / 2).
         ends: As of `Builder.summed_linear`.
     """
@@ -124,7 +118,6 @@ def separate_attention(
 
 
 def halves_of_pairs(rows: int, dim: int, rotary_dim: int) -> torch.Tensor:
-    """Return which row each row of heads has after the first of each pair come before the second."""
     pairs = torch.arange(rotary_dim).view(-1, 2).t().flatten()
     order = torch.cat([pairs, torch.arange(rotary_dim, dim)])
     return (torch.arange(0, rows, dim)[:, None] + order).flatten()

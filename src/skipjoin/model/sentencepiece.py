@@ -1,4 +1,4 @@
-"""Tokenizers of SentencePiece: their models (tokenizer.model) are read without its library, and become our back end."""
+"""Tokenizers of SentencePiece: tokenizer.model is read without its library, and becomes our back end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class SentencePiece(NamedTuple):
     Attributes:
         ends: Ids of the tokens of unknown text, and at the ends of texts, by their names; -1 for none.
         charsmap: Compiled replacements of characters.
-        adds_space: Whether a space comes before a text.
         joins_spaces: Whether spaces at the ends of a text are removed, and several are one.
         ends_words: Whether spaces belong to the word before them.
     """
@@ -120,7 +119,6 @@ def _signed(value: int) -> int:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a message of protocol buffers: numbers, or bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -153,7 +151,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def sentencepiece_backend(
     found: SentencePiece, settings: Mapping[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Return the tokenizer, and the special tokens that the file names."""
     backend = tokenizers.Tokenizer(_unigram(found) if found.kind == _UNIGRAM else _bpe(found))
     backend.normalizer = normalizers.Sequence(list(_steps(found)))
     if found.kind == _BPE and found.adds_space:
@@ -213,7 +210,6 @@ def merges(vocabulary: Mapping[str, int], made: Sequence[str], scores: Sequence[
 
 
 def _steps(found: SentencePiece) -> Iterator[normalizers.Normalizer]:
-    """Yield what is done to a text before it is split."""
     if found.charsmap:
         yield normalizers.Precompiled(found.charsmap)
     if found.joins_spaces:

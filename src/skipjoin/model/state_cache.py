@@ -15,9 +15,6 @@ class StateCache:
 
     A layer has the last inputs of a convolution in the model's type, and of a recurrence a float32 matrix for each
     head. Rows are not cleared on reuse: the first token of a sequence does not read them.
-
-    Attributes:
-        tensor: uint8 [slots, row].
     """
 
     def __init__(

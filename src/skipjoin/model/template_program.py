@@ -84,7 +84,6 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def _limited(work: Callable[[Any], str], content: bytes) -> tuple[int, bytes]:
-    """Answer a frame. The kernel kills this process when its time is up."""
     _set_timer(MAX_CPU_S)
     try:
         text = work(json.loads(content)).encode()

@@ -23,15 +23,12 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens of a folder: `named` by the names of chat templates; `declared` replace tokenizer.json's."""
-
     named: dict[str, str]
     declared: tuple[tokenizers.AddedToken, ...]
     extra: tuple[tokenizers.AddedToken, ...]
 
     @classmethod
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
-        """Return the tokens of a folder. transformers' older file counts only without `added_tokens_decoder`."""
         given = dict(settings)
         if "added_tokens_decoder" not in given and (folder / _MAP).is_file():
             given |= read_json(folder / _MAP)
@@ -44,7 +41,6 @@ class SpecialTokens(NamedTuple):
         return cls(named, _added(declared), _added(extra if isinstance(extra, list) else ()))
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Make the tokens special that are in the vocabulary, so that texts have them whole and outputs without."""
         added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         named = _added([text for text in dict.fromkeys(self.named.values()) if not added.get(text)])
         extra = [token for token in self.extra if token.content not in added]
@@ -111,7 +107,6 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
 
 
 def _default_prompt(folder: Path) -> str:
-    """Return the text that sentence-transformers puts before all others, unless a caller names another."""
     settings = {} if is_gguf(folder) else read_settings(folder, "config_sentence_transformers.json", default={})
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
     found = prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None
@@ -119,7 +114,6 @@ def _default_prompt(folder: Path) -> str:
 
 
 def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Return the tokenizer, and the special tokens that its class names by default."""
     file = folder / "tokenizer.json"
     try:
         if is_gguf(folder):
@@ -155,13 +149,6 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A model's tokenizer.
-
-    Attributes:
-        named: Special tokens by the names that chat templates have for them, such as "bos_token".
-        prompt: What stands before each text to embed.
-    """
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -195,7 +182,6 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a token; the model's vocabulary may be padded beyond."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -217,7 +203,6 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_given(self, given: Sequence[str | list[int]]) -> list[list[int]]:
-        """Return the token ids of texts to embed, some of which may be token ids already."""
         texts = [item for item in given if isinstance(item, str)]
         found = iter(self.encode_many(texts, sys.maxsize) if texts else [])
         return [next(found) if isinstance(item, str) else item for item in given]
@@ -225,8 +210,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, most: int, *, asks: bool = False) -> tuple[list[int], int | None]:
         """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens.
 
-        Args:
-            asks: Whether to ask in a conversation if the second fits the first.
+        With `asks`, they ask in a conversation if the second fits the first.
         """
         if asks:
             fields = f"<Instruct>: {_PURPOSE}\n\n<Query>: {first}\n\n<Document>: {second}"

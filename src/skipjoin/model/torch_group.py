@@ -24,8 +24,8 @@ MAX_GATHERED_BYTES = 256 << 10
 class TorchGroup:
     """`Group` over torch.distributed. A process has one rank and at most one group at a time.
 
-    Gloo carries tensors in CPU memory. NCCL is for CUDA, except for small sums; it is not tested on several devices
-    yet. `timeout_s` limits one call; the first call, until all ranks have joined.
+    NCCL is for CUDA, except for small sums; it is not tested on several devices yet. `timeout_s` limits one call; the
+    first call, until all ranks have joined.
     """
 
     def __init__(self, shard: Shard, store: Store, *, backend: str = "gloo", timeout_s: float) -> None:
@@ -81,7 +81,6 @@ class TorchGroup:
         self._sending = (work, x)
 
     def receive(self, x: torch.Tensor) -> None:
-        """Return when `x` has arrived, not when NCCL has queued the call."""
         begin = time.perf_counter()
         with self._group_errors("receiving from the previous stage"):
             dist.recv(x, self.shard.rank - self.shard.tp_size)

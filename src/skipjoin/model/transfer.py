@@ -9,7 +9,6 @@ T = TypeVar("T")
 
 
 def to_device(made: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to the device, from page-locked memory: other memory would block the CPU."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 

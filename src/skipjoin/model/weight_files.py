@@ -55,7 +55,7 @@ class ModelFiles:
 
     @property
     def quantization(self) -> Any:
-        """Settings of quantized weights: of the model, or of its part that is served, or those of another file."""
+        """Settings of quantized weights: of the model, of its part that is served, or of another file."""
         if (found := quantization_of(self.config)) is not None:
             return found
         if not (self.has_weights and (self.folder / _MODELOPT).is_file()):
@@ -71,8 +71,6 @@ class ModelFiles:
 
 
 class Source(NamedTuple):
-    """What weights are opened from; `reads_codes` is that of `LayerOps`."""
-
     files: ModelFiles
     spec: LoadSpec
     config: ModelConfig
@@ -103,12 +101,10 @@ def _packing(settings: Mapping[str, Any]) -> object:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files with weights, of which the folder may lack some."""
     return sorted({*_read_weight_map(index).values()})
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor."""
     weight_map = _read_weight_map(index)
     folder = index.parent
     names = sorted({*weight_map.values()})
@@ -131,7 +127,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_inside(folder: Path, name: str) -> None:
-    """Raise `ModelError` if a file of the folder links to one outside it, except to the hub's cache of blobs."""
+    """Raise `ModelError` if a file links to one outside the folder, except to the hub's cache of blobs."""
     target = (folder / name).resolve()
     blobs = target.parent
     is_blob = blobs.name == "blobs" and blobs.parent.name.startswith("models--")
@@ -143,7 +139,6 @@ def check_inside(folder: Path, name: str) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder without an index."""
     single = folder / SINGLE
     files = [single] if single.is_file() else sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     for file in files:

@@ -1,5 +1,3 @@
-"""Weight formats. Does not import torch until weights are opened."""
-
 from __future__ import annotations
 
 import logging
@@ -56,7 +54,7 @@ class WeightFormat(ABC):
         """Raise `ModelError` for what is wrong with files that it matches, as far as names and indexes show."""
 
     def check_ops(self, ops: LayerOps, where: str) -> None:  # noqa: B027 (most formats need none)
-        """Raise `ModelError` if its products cannot run with these operations; `where` names device and attention."""
+        ...
 
     def dtype_name(self, files: ModelFiles) -> str:
         """Return the type of the model's activations, where neither config.json nor the user names one."""
@@ -77,7 +75,6 @@ FormatT = TypeVar("FormatT", bound=type[WeightFormat])
 
 
 def weight_format(cls: FormatT) -> FormatT:
-    """Register a class of weight formats; a later one of the same name replaces it."""
     _formats[cls.name] = cls()
     return cls
 
@@ -123,8 +120,6 @@ def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
 
 @weight_format
 class Gguf(WeightFormat):
-    """One file with everything; what products do not read in codes is widened to the model's type."""
-
     name = "gguf"
     patterns = ()  # of many files in a repository, one is wanted
 
@@ -174,8 +169,6 @@ class Safetensors(WeightFormat):
 
 @weight_format
 class Quantized(Safetensors):
-    """Safetensors in the layouts of other libraries' quantized checkpoints."""
-
     name = "quantized"
 
     def matches(self, files: ModelFiles) -> bool:
@@ -229,7 +222,7 @@ class Dummy(WeightFormat):
 
 @weight_format
 class Int8(WeightFormat):
-    """Weights of another format, rounded to 8 bits with a scale per 32 inputs, for compiled CPU code."""
+    """Weights rounded to 8 bits with a scale per 32 inputs, for compiled CPU code."""
 
     name = quantization = "int8"
     load_format = None
@@ -265,7 +258,7 @@ class Int8(WeightFormat):
 
 @weight_format
 class Fp8(WeightFormat):
-    """Weights of another format, rounded to 8-bit floats with a scale per output, for GPUs that multiply them."""
+    """Weights rounded to 8-bit floats with a scale per output, for GPUs that multiply them."""
 
     name = quantization = "fp8"
     load_format = None

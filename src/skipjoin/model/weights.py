@@ -13,11 +13,7 @@ from skipjoin.model.ops.torch_ops import joined
 
 
 class Matrix(NamedTuple):
-    """A matrix of a product: its name without ".weight", its rows, and those of them that this rank has.
-
-    Attributes:
-        order: Which of the rank's rows each output has, or None for the same.
-    """
+    """A matrix of a product: its rows, those that this rank has, and which of these each output has, if another."""
 
     name: str
     out: int
@@ -31,9 +27,7 @@ class Matrix(NamedTuple):
 class Stack(NamedTuple):
     """Matrices of experts that are stored as one tensor, [experts, out, in], or [experts, in, out] if `is_transposed`.
 
-    Attributes:
-        rows: Matrices that this rank has, in its order; None for all.
-        columns: Likewise, consecutive.
+    A rank has the given rows and columns, or all.
     """
 
     name: str
@@ -45,7 +39,6 @@ class Stack(NamedTuple):
     columns: range | None = None
 
     def part(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a matrix [out, in]."""
         found = matrix if self.rows is None else matrix[self.rows]
         return found if self.columns is None else found[:, self.columns.start : self.columns.stop]
 
@@ -109,7 +102,6 @@ class Weights(ABC):
     def stacked(
         self, ops: LayerOps, stack: Stack, bias: torch.Tensor | None, activation: str | None = None
     ) -> list[Linear]:
-        """Make a product of each matrix of a tensor, with a bias of [experts, rows] if given."""
         sizes = (stack.inputs, stack.out) if stack.is_transposed else (stack.out, stack.inputs)
         whole = self.take(stack.name, stack.experts, *sizes)
         matrices = whole.transpose(1, 2) if stack.is_transposed else whole
@@ -119,7 +111,6 @@ class Weights(ABC):
         ]
 
     def table(self, ops: LayerOps, matrix: Matrix, width: int) -> torch.Tensor | LookedUp:
-        """Return rows to look up, which may also be a product."""
         coded = self.grouped(matrix, width)
         if coded is not None:
             return ops.grouped([coded], None)
@@ -127,7 +118,7 @@ class Weights(ABC):
 
 
 def wanted_part(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
-    """Return the slices of a tensor that have these rows and columns, or None if that is all of it."""
+    """Return the slices of a tensor that have these rows and columns, or None for all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
     if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
         return None

@@ -13,15 +13,13 @@ from skipjoin.model.parallel import Shard
 
 
 class Softmax(NamedTuple):
-    """How products of queries and keys become weights; see `AttentionBackend.attend`."""
-
     scale: float
     cap: float = 0.0
     sinks: torch.Tensor | None = None
 
 
 class HeadWeights(NamedTuple):
-    """Root mean square norms of each head's query and key: weights [head_dim], to which `offset` is added."""
+    """Root mean square norms of heads' queries and keys: weights [head_dim], to which `offset` is added."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -29,7 +27,6 @@ class HeadWeights(NamedTuple):
     offset: float
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalized [T, heads, head_dim] of both."""
         return self._normalized(query, self.query), self._normalized(key, self.key)
 
     def _normalized(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -39,16 +36,12 @@ class HeadWeights(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of a batch; see `AttentionBackend.attend`."""
-
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
 
 class Call(NamedTuple):
-    """Arguments of `AttentionBackend.attend` that do not depend on the batch."""
-
     layer: int
     softmax: Softmax
     window: int
@@ -70,7 +63,7 @@ class AttentionBackend(ABC):
     def versions(
         self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard
     ) -> Sequence[tuple[tuple[int, ...], int]]:
-        """Return batches, (lengths, blocks of tables), that need every kernel version that the limits allow."""
+        """Return batches, (lengths, blocks of tables), that need every kernel version within the limits."""
         return ()
 
     def attend(
@@ -94,17 +87,15 @@ class AttentionBackend(ABC):
         Query head h reads KV head h * kv_heads // heads. Returns [T, heads * head_dim], contiguous.
 
         Args:
-            query: Shape [T, heads, head_dim], any strides with head_dim innermost. Likewise `key` and `value`, with
-                kv_heads.
+            query: Shape [T, heads, head_dim], with head_dim innermost; `key` and `value` likewise, with kv_heads.
             window: Number of latest tokens attended to, including the token itself; 0 for all.
             cap: Bound of scores s, which become cap * tanh(s / cap); 0 for none.
             sinks: float32 [heads], a score per head that takes part in the softmax without a value.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
-            norms: Norms of queries and keys before they are rotated, if the layer has not normalized them.
+            norms: Norms before the rotation, if the layer has not normalized queries and keys.
         """
         call = Call(layer, Softmax(scale, cap, sinks), window, cos_sin, norms)
         return self.run(Heads(query, key, value), kv, batch, call)
 
     @abstractmethod
-    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
-        """Attend as `attend` does."""
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor: ...

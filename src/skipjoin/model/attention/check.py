@@ -38,12 +38,7 @@ def agrees(
     plain: bool = False,
     variants: bool = False,
 ) -> bool:
-    """Return whether `backend` matches the reference.
-
-    Args:
-        plain: For plain segments only.
-        variants: Also with a cap and sinks, for which a GPU would compile more kernels.
-    """
+    """Return whether `backend` matches the reference, on `plain` segments only, or also with caps and sinks."""
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device, of=of) for _ in range(2)]

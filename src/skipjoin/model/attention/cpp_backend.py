@@ -46,7 +46,6 @@ class CppAttention(AttentionBackend):
         return out
 
     def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
-        """Attend as `LayerOps.attend_whole`."""
         query, key, value = heads
         if how.cos_sin is not None:
             self.rotate(query, key, batch.positions, how.cos_sin)

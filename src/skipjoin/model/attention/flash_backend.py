@@ -53,9 +53,8 @@ class _Index:
 class FlashAttention(TritonAttention):
     """Attention by FlashAttention 3, an optional library for Hopper GPUs.
 
-    Triton writes the KV, and attends for the rest: caps, sinks, other sizes and types, and segments that are reversed,
-    as in shared blocks. Index values of other batches are used only on the device, so that a CUDA graph can replay a
-    forward pass.
+    Triton writes the KV, and attends for caps, sinks, other sizes and types, and reversed segments. Index values are
+    used on the device alone, so that a CUDA graph can replay a forward pass.
     """
 
     name = "flash"

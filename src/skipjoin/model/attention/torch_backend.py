@@ -53,7 +53,6 @@ class TorchAttention(AttentionBackend):
 
 
 def _weights(products: torch.Tensor, unseen: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Return float32 weights of products [n, kv_heads, group, keys], 0 for `unseen` ones."""
     scores = products.float() * softmax.scale
     if softmax.cap:
         scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
@@ -76,10 +75,7 @@ def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_
 
 
 def _cached(
-    read: Read,
-    batch: PackedBatch,
-    segments: torch.Tensor | slice = slice(None),
-    context: int | None = None,
+    read: Read, batch: PackedBatch, segments: torch.Tensor | slice = slice(None), context: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [n, slots, kv_heads, dim] in position order."""
     tables, size = batch.block_tables[segments], batch.block_size

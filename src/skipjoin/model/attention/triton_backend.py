@@ -28,12 +28,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(slots=True)
 class _Plan:
-    """Values shared by all layers of one batch.
-
-    Attributes:
-        segments: Indexes of the attending segments of one token; None for all of the batch.
-        work: Work lists of the decodes in this pass, by window.
-    """
+    """Values shared by all layers of one batch; `segments` of one token attend, or None for all."""
 
     batch: PackedBatch
     among: Sequence[int] | None
@@ -46,7 +41,7 @@ class _Plan:
     work: dict[int, WorkList] = field(default_factory=dict)
 
     def work_of(self, layer: int, window: int) -> WorkList:
-        """Return the work list of this pass: a graph repeats its batch, but a layer that repeats marks a new pass."""
+        """Return the work list of this pass. A graph repeats its batch, so a layer that repeats marks a new pass."""
         if layer <= self.layer:
             self.work = {}
         self.layer = layer
@@ -59,11 +54,7 @@ class TritonAttention(AttentionBackend):
     """Triton attention for equal strides of keys and values, and heads up to 256 values.
 
     Kernels and grids do not depend on the contents of index tensors, so a CUDA graph can replay a batch of decodes.
-
-    Args:
-        table: Kernel sizes; None for the device's table on disk.
-        processors: Multiprocessors to use; None for all.
-        invariant: Use the same sizes for all batches, so that a sequence's result does not depend on the others.
+    With `invariant`, all batches use the same sizes, so that a sequence's result does not depend on the others.
     """
 
     name = "triton"
@@ -96,7 +87,6 @@ class TritonAttention(AttentionBackend):
         softmax: Softmax,
         window: int,
     ) -> None:
-        """Write the rows of `out` of the segments `among`, ascending; None for all."""
         cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned.batch is not batch or self._planned.among is not among:

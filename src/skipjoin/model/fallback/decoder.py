@@ -1,5 +1,3 @@
-"""The family of decoders that run transformers' modeling code."""
-
 from __future__ import annotations
 
 import copy
@@ -30,8 +28,6 @@ from skipjoin.model.ops.base import Norm
 
 
 class TransformersDecoder:
-    """Runs a model of transformers, whose attention reads and writes the paged cache."""
-
     EMBEDDING = OUTPUT = ""
     embedding: Embedding | None = None
 
@@ -85,7 +81,6 @@ class TransformersDecoder:
         return self.output(self.advance(self.embed(batch), LayerInputs(batch, kv, builder.attention)))
 
     def _chunked(self, chunk: int) -> PackedBatch:
-        """Return the batch of a step, with the parts of sequences in each chunk as sequences of their own."""
         step = self._inputs()
         if chunk not in self._chunks:
             self._chunks[chunk] = chunked(step.batch, chunk) if chunk else step.batch
@@ -99,14 +94,9 @@ class TransformersDecoder:
         return hidden
 
     def attend(
-        self,
-        layer: int,
-        call: Attention,
-        query_key_value: QueryKeyValue,
-        given: Mapping[str, Any],
-        **options: Any,
+        self, layer: int, call: Attention, query_key_value: QueryKeyValue, given: Mapping[str, Any], **options: Any
     ) -> torch.Tensor:
-        """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`.
+        """Attend in a layer; return [1, T, heads, value_dim].
 
         Args:
             given: What a module asks for besides: `growth`, the tokens and rate by which queries grow with their
@@ -135,11 +125,7 @@ class TransformersDecoder:
 
 
 class _PagedAttention:
-    """What a module of attention calls in place of transformers' functions.
-
-    Attributes:
-        calls: Their number in a step. A module that is used by several layers has KV for each of them.
-    """
+    """What a module of attention calls. If several layers use the module, each has its KV."""
 
     def __init__(self, decoder: TransformersDecoder, layers: list[tuple[int, Attention]]) -> None:
         self._decoder, self._layers, self.calls = decoder, layers, 0
@@ -164,8 +150,6 @@ class _PagedAttention:
 
 
 class _Output:
-    """The output projection, with what the model does to its logits."""
-
     weight_bytes = 0  # counted with the model
 
     def __init__(self, model: Any) -> None:
@@ -184,7 +168,7 @@ class _Output:
 
 
 class _Rows(torch.nn.Module):
-    """Stands for the layers below the output projection, whose numbers it has, and returns rows they computed."""
+    """Stands for the layers below the output projection, whose numbers it has, and returns their rows."""
 
     hidden: torch.Tensor
 

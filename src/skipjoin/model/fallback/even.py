@@ -1,5 +1,3 @@
-"""Activations whose bits in a row do not depend on the rows beside it, on a CPU."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -17,7 +15,6 @@ _CONTIGUOUS = "gelu"
 
 
 def is_uneven(function: Any, args: Any) -> bool:
-    """Return whether a call of torch computes an activation of which the bits of a row depend on the batch."""
     if function.__name__ not in _FUNCTIONS or not args or not isinstance(args[0], torch.Tensor) or not args[0].dim():
         return False
     x = args[0]
@@ -25,8 +22,6 @@ def is_uneven(function: Any, args: Any) -> bool:
 
 
 class EvenRows(TorchFunctionMode):
-    """Computes activations of whole vectors, with zeros at the ends of rows."""
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_uneven(function, args):
             return function(*args, **(kwargs or {}))

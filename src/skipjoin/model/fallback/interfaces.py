@@ -1,5 +1,3 @@
-"""Functions that transformers' modeling code calls for attention and experts."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +26,6 @@ _ATTEND, _APPLY = "skipjoin_attend", "skipjoin_experts"
 
 
 def hook(module: torch.nn.Module, *, attend: Callable[..., Any] | None = None, experts: Any = None) -> None:
-    """Set what a module of attention or of experts calls."""
     for name, function in ((_ATTEND, attend), (_APPLY, experts)):
         if function is not None:
             setattr(module, name, function)
@@ -55,7 +52,7 @@ def apply_experts(
 def _window_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **ignored: Any
 ) -> torch.Tensor:
-    """Replace a mask by one number, its window, which fills a tensor [1, 1, queries, keys].
+    """Replace a mask by a tensor of one number, its window.
 
     It is 0 for a causal mask without a window, `OTHER_MASK` minus the size for chunks, and `OTHER_MASK` for others.
     """
@@ -77,7 +74,6 @@ def _window_mask(
 
 
 def _without_padding(mask_function: Any) -> None:
-    """Replace tensors without data that a mask reads, which are the padding of each sequence, by zeros."""
     for cell in getattr(mask_function, "__closure__", None) or ():
         value = cell.cell_contents
         if isinstance(value, torch.Tensor) and value.is_meta:

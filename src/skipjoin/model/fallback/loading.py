@@ -1,4 +1,4 @@
-"""Modules of transformers with the weights of a checkpoint, of which products are packed for `LayerOps`."""
+"""Modules of transformers with a checkpoint's weights, whose products are packed for `LayerOps`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ _OF_PARTS = {r"^model\.(language|text)_model\.": "model.", r"^language_model\.":
 
 
 def load(settings: Settings, builder: Builder, device: torch.device | str) -> Any:
-    """Return transformers' model: of a checkpoint, with weights of their own, or on torch's meta device."""
     kind, config = settings.kind, copy.deepcopy(settings.config)
     if builder.weights.checkpoint is not None:
         model = _pretrained(kind, config, builder).to(device)
@@ -76,12 +75,6 @@ def _quiet() -> Iterator[None]:
 
 
 class Packer:
-    """Replaces weights of a model by products, and counts all of them in the builder.
-
-    Attributes:
-        products: Those products, with their inputs.
-    """
-
     def __init__(self, model: Any, settings: Settings, builder: Builder) -> None:
         self._builder, self._traced = builder, settings.traced
         self.products: list[tuple[Linear, int, torch.dtype]] = []

@@ -1,7 +1,7 @@
-"""Layers of transformers with a state of constant size instead of KV: their functions, by `RecurrentOps`.
+"""Layers of transformers with a state instead of KV: their functions, by `RecurrentOps`.
 
-Modeling code projects, gates and normalizes rows, and calls functions of its module for what reads other tokens. Those
-functions are replaced while a model of ours runs, so that the state is in the slots of the requests.
+Modeling code projects, gates and normalizes rows. The functions that it calls for what reads other tokens are replaced
+while a model of ours runs, so that the state is in the slots of the requests.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _here = threading.local()
 
 
 class StateShape(NamedTuple):
-    """State of a layer, as in `StateSettings`."""
-
     kernel: int = 1
     channels: int = 0
     heads: int = 0
@@ -51,7 +49,7 @@ class StateShape(NamedTuple):
 
 
 class Mixing(Protocol):
-    """What functions of modeling code do in a layer, given rows of a packed batch and what makes its parameters."""
+    """What functions of modeling code do in a layer; `make` returns their parameters."""
 
     def begin(self) -> None: ...
 
@@ -65,7 +63,6 @@ class Mixing(Protocol):
 
 
 def mixers(model: Any) -> dict[str, Any]:
-    """Return the modules with a state that take a cache, by name."""
     found = {}
     for name, module in model.named_modules():
         takes_cache = not signature(type(module).forward).parameters.keys().isdisjoint(_CACHES)
@@ -75,7 +72,6 @@ def mixers(model: Any) -> dict[str, Any]:
 
 
 def is_replaced(module: torch.nn.Module) -> bool:
-    """Return whether all of a module's code is replaced by ours."""
     return type(module).__name__ in _FORWARDS
 
 
@@ -84,7 +80,6 @@ def has_convolution(module: torch.nn.Module) -> bool:
 
 
 def mix(module: Any, by: Mixing) -> None:
-    """Let the functions that a module calls run `by`."""
     code = sys.modules[type(module).__module__]
     for name, ours in _FUNCTIONS.items():
         original = getattr(code, name, None)
@@ -122,7 +117,6 @@ def _convolve(
     activation: str | None = None,
     **ignored: Any,
 ) -> torch.Tensor:
-    """Replace causal_conv1d_fn: [1, channels, T] and [channels, kernel]."""
     if activation is not None and activation not in _GATED:
         raise ModelError(f"its convolutions have the activation {activation!r}, and ours have silu or none")
 
@@ -148,10 +142,7 @@ def _recur(by: Mixing, x: torch.Tensor, *others: Any, **options: Any) -> torch.T
 
 
 def _learn(by: Mixing, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple[Any, None]:
-    """Replace chunk_gated_delta_rule and chunk_kda: [1, T, heads, dim] thrice, and [1, T, heads] of shares.
-
-    Decays have the shape of shares, or that of keys.
-    """
+    """Replace chunk_gated_delta_rule and chunk_kda: [1, T, heads, dim] thrice, and [1, T, heads] of shares."""
     _check(options, use_qk_l2norm_in_kernel=True, initial_state=None, output_final_state=False)
     decay, share = (options[name][0].float().flatten(1).contiguous() for name in ("g", "beta"))
     inputs = RecurrenceInputs(_heads(query), _heads(key), _heads(value), decay, share)
@@ -173,7 +164,7 @@ def _scan(by: Mixing, x: torch.Tensor, *others: Any, **options: Any) -> torch.Te
 
 
 def _lightning(module: Any, hidden_states: torch.Tensor, *ignored: Any, **also: Any) -> tuple[torch.Tensor, None]:
-    """Replace the linear attention of MiniMax: the recurrence of Mamba-2 with steps of 1, and no convolution."""
+    """Replace MiniMax's linear attention: the recurrence of Mamba-2 with steps of 1, and no convolution."""
     heads, dim = module.num_attention_heads, module.head_dim
     joined = module.act_fn(module.qkv_proj(hidden_states))[0].view(-1, heads, 3 * dim)
     query, key, value = (part.flatten(1) for part in joined.split(dim, dim=-1))
@@ -210,7 +201,6 @@ def _griffin(
 
 
 def _block_gate(unit: Any, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return the logistic function of a product with a matrix for each head."""
     if (products := getattr(unit, BLOCK_PRODUCTS, None)) is None:
         return torch.empty_like(x)
     heads = x.view(len(x), len(products[name]), -1).unbind(1)
@@ -237,8 +227,6 @@ def _rwkv(module: Any, hidden: torch.Tensor, state: Any = None, *ignored: Any, *
 
 
 def _mixed(by: Mixing, module: Any, rows: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
-    """Return products of [1, T, channels], mixed with the rows before."""
-
     def make() -> Convolution:
         return Convolution(torch.tensor([[1.0], [0.0]], device=rows.device).repeat(1, rows.shape[-1]))
 
@@ -288,8 +276,6 @@ BLOCK_PRODUCTS = "skipjoin_products"
 
 
 class MixingRecorder:
-    """`Mixing` that records the shape of the state."""
-
     def __init__(self) -> None:
         self.shape = StateShape()
 
@@ -331,8 +317,6 @@ class MixingRecorder:
 
 
 class SlotMixing:
-    """`Mixing` of a layer in the states of a step."""
-
     def __init__(self, ops: RecurrentOps, layer: int, step: Callable[[], LayerInputs]) -> None:
         self._ops, self._layer, self._step = ops, layer, step
         self._convolutions: list[Convolution] = []

@@ -1,4 +1,4 @@
-"""Attention of older modeling code in transformers, which calls no interface: with ours in its place."""
+"""Attention of older modeling code in transformers, which calls no interface, with ours in its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Call = Callable[..., Any]
 
 
 def register(config: Any) -> None:
-    """Add our names to a table that classes of this type choose their module of attention from."""
+    """Add our names to the table from which classes of this type choose their module of attention."""
     model_type = config.model_type
     if model_type == "doge" and config.is_moe:
         raise ModelError("its code chooses the experts of a token by scores of other tokens of the batch")
@@ -52,7 +52,6 @@ def register(config: Any) -> None:
 
 
 def _any_mask(original: Callable[..., torch.Tensor | None], **options: Any) -> torch.Tensor:
-    """Return a placeholder where there is no mask, because MPT converts the mask, although paged KV needs none."""
     found = original(**options)
     return torch.zeros(()) if found is None else found
 
@@ -68,7 +67,6 @@ _MASKS: dict[str, Callable[..., Any]] = {"mpt": _any_mask, "falcon": _no_mask_wi
 
 
 def adapt(model: Any) -> None:
-    """Let the modules of attention of a model call our function, where the table has them."""
     for module in [*model.modules()]:
         for name in _SPLIT_WEIGHTS.get(type(module).__name__, ()):
             _split(module, name)
@@ -85,10 +83,7 @@ def adapt(model: Any) -> None:
 
 
 class _Parts:
-    """Stands for a weight with a matrix for each head or expert, as code reads it.
-
-    The matrices are looked up on each use, since products take their places.
-    """
+    """Stands for a weight with a matrix for each head or expert, whose places products take."""
 
     def __init__(self, matrices: torch.nn.ParameterList) -> None:
         self._matrices = matrices
@@ -101,7 +96,6 @@ class _Parts:
 
 
 def _split(module: torch.nn.Module, name: str) -> None:
-    """Make each matrix of a weight a parameter, of which products can be packed."""
     weight = module._parameters.pop(name)
     assert weight is not None
     parts = torch.nn.ParameterList([torch.nn.Parameter(part, requires_grad=False) for part in weight.unbind()])
@@ -116,14 +110,10 @@ def _either(original: Call, ours: Call, config: Any, *args: Any, **options: Any)
 def with_positions(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, slopes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys with dimensions whose products are slope * position of the key (ALiBi).
+    """Return queries and keys, [heads, T, dim], with dimensions whose products are slope * position of the key (ALiBi).
 
     The bias of ALiBi is slope * (position of the key - position of the query), of which the second part is the same for
-    all keys, and changes no softmax.
-
-    Args:
-        query: Shape [heads, T, dim]; `key` likewise.
-        slopes: Shape [heads], divided by the scale of the scores.
+    all keys, and changes no softmax. `slopes` are divided by the scale of the scores.
     """
     high = slopes.to(query.dtype)
     low = (slopes - high.float()).to(query.dtype)
@@ -140,12 +130,7 @@ def with_positions(
 def with_biases(
     query: torch.Tensor, key: torch.Tensor, biases: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries and keys with dimensions whose products are the biases of keys, divided by the scale of scores.
-
-    Args:
-        query: Shape [heads, T, dim]; `key` of kv_heads likewise.
-        biases: Shape [kv_heads, T].
-    """
+    """Return queries and keys, [heads, T, dim], whose products also add the biases of keys [kv_heads, T]."""
     factor = torch.tensor(1 / scale)
     high = factor.to(query.dtype)
     own = torch.stack([high, (factor - high.float()).to(query.dtype)]).to(query.device).expand(*query.shape[:2], -1)
@@ -214,7 +199,6 @@ def _mpt(
 def _japanese(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, None]:
-    """Replace `_attn` of GPT-NeoX Japanese."""
     out, _ = attend(module, query, key, value, mask, scaling=1 / module.norm_factor)
     return out.transpose(1, 2), None
 
@@ -272,7 +256,7 @@ def _llama4(
 
 
 def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the MLP of Llama 4, which runs all experts: their inputs are multiplied by the scores of the chosen."""
+    """Replace the MLP of Llama 4, which runs all experts, by the chosen ones; their inputs are multiplied by scores."""
     rows = hidden.reshape(-1, module.hidden_dim)
     scores, logits = module.router(rows)
     total, ones = module.shared_expert(rows), rows.new_ones((len(rows), 1))
@@ -282,12 +266,11 @@ def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _dbrx_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Replace the experts of Dbrx, which are cut from one matrix."""
     return apply_experts(module, hidden.reshape(-1, module.hidden_size), chosen, weights).view(hidden.shape)
 
 
 def _phimoe_rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the rotary positions of Phi-3.5-MoE by those of contexts in which LongRoPE has its short factors."""
+    """Replace the rotary positions of Phi-3.5-MoE by those of contexts with LongRoPE's short factors."""
     frequencies, scale = module.rope_init_fn(module.config)
     scale = module.config.rope_parameters.get("short_mscale") or scale
     angles = position_ids[..., None].float() * frequencies.to(device=x.device, dtype=torch.float32)
@@ -296,7 +279,7 @@ def _phimoe_rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> 
 
 
 def cut_experts(module: Any) -> None:
-    """Give the experts of Dbrx a matrix each, as others have, instead of one of all, [experts * inner, hidden]."""
+    """Give each expert of Dbrx a matrix, instead of a part of one [experts * inner, hidden]."""
     if type(module).__name__ != _ONE_MATRIX:
         return
     shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
@@ -311,7 +294,6 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor], joined: torch.Ten
 
 
 def _falcon_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Replace the product of Falcon, which transposes its weight first, and adds its bias then."""
     return F.linear(x, module.weight, module.bias)
 
 
@@ -322,7 +304,7 @@ def _doge(
     attention_mask: torch.Tensor | None = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replace the attention of Doge, whose scores have biases of keys, up to the length at which it drops keys."""
+    """Replace Doge's attention, whose scores have biases of keys, up to the length at which it drops keys."""
     from transformers.models.doge.modeling_doge import apply_rotary_pos_emb  # noqa: PLC0415 - as above
 
     shape = (*hidden_states.shape[:-1], -1, module.head_dim)
@@ -336,7 +318,7 @@ def _doge(
 
 
 def _sorted_by_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor, list[int], Any]:
-    """Replace the routing of JetMoe, which counts the rows of experts: with none on torch's meta device."""
+    """Replace the routing of JetMoe, which counts the rows of experts: none on torch's meta device."""
     logits = module.layer(hidden).float()
     scores, chosen = logits.topk(module.top_k, dim=1)
     gates, experts = torch.softmax(scores, dim=1).type_as(hidden).flatten(), chosen.flatten()

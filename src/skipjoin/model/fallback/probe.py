@@ -1,4 +1,4 @@
-"""Checks of a loaded model: the paged path computes what transformers does, and cuts and neighbors change no bit."""
+"""Checks of a loaded model: paged KV computes what transformers does, and cuts and neighbors change no bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ATTENTION = {"falcon": "sdpa"}
 
 
 class Reference(NamedTuple):
-    """Logits of tokens; `others` are those with numbers that differ by rounding, none in float32."""
+    """Logits of tokens, and `others` with numbers that differ by rounding, none in float32."""
 
     ids: list[int]
     logits: torch.Tensor
@@ -41,7 +41,6 @@ class Reference(NamedTuple):
 
 @torch.inference_mode()
 def reference_of(model: Any) -> Reference:
-    """Run a prompt through transformers alone, before its weights are packed."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, _TOKENS), generator=generator)
@@ -64,7 +63,6 @@ def reference_of(model: Any) -> Reference:
 
 
 def _roundings(model: Any) -> tuple[slice, ...]:
-    """Return which numbers of embeddings to round otherwise: several sets if the model has experts."""
     if model.dtype == torch.float32:
         return ()
     if not _has_experts(model):
@@ -77,13 +75,11 @@ def _has_experts(model: Any) -> bool:
 
 
 def _rounded_modules(model: Any) -> list[torch.nn.Module]:
-    """Return the embedding and, in a model with experts, the norms, whose rounding reaches all routers."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
     return [model.get_input_embeddings(), *(norms if _has_experts(model) else ())]
 
 
 def _round_otherwise(part: slice, module: Any, given: Any, found: Any) -> Any:
-    """Return a module's numbers, of which some are the next larger ones."""
     step = torch.zeros(found.shape[-1], device=found.device)
     step[part] = torch.finfo(found.dtype).eps
     return (found.float() * (1 + step)).to(found.dtype)
@@ -154,7 +150,6 @@ def _multiply(packer: Packer, device: torch.device) -> None:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return the least time of some runs."""
     times = []
     for _ in range(_RUNS):
         begin = time.perf_counter()

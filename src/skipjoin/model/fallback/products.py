@@ -1,5 +1,3 @@
-"""Products of transformers' modules by `LayerOps`, whose rows do not depend on the batch."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -16,12 +14,7 @@ CASTS = frozenset({"to", "type", "float"})
 
 
 class PackedWeight(torch.Tensor):
-    """Weight of a module without memory: calls of torch that multiply by it run `product` instead.
-
-    Attributes:
-        product: Product of the weight, with the bias that the module passes.
-        bias: That bias, or None.
-    """
+    """Weight of a module without memory: calls of torch that multiply by it run `product`, which adds `bias`."""
 
     product: Linear
     bias: torch.Tensor | None
@@ -61,8 +54,6 @@ class PackedWeight(torch.Tensor):
 
 
 class Experts:
-    """Products of a module that `use_experts_implementation` decorates."""
-
     def __init__(self, up: list[Linear], down: list[Linear]) -> None:
         self._up, self._down = up, down
 

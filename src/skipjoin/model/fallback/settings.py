@@ -1,5 +1,3 @@
-"""Configurations of decoders that run transformers' modeling code."""
-
 from __future__ import annotations
 
 import copy
@@ -45,8 +43,6 @@ _NEEDS = {
 
 
 class Settings(NamedTuple):
-    """transformers' class of a model, its configuration, and what it computes."""
-
     kind: type[Any]
     config: Any
     traced: Traced
@@ -59,7 +55,7 @@ def version() -> str:
 def find(names: list[Any], model_type: str | None) -> str | None:
     """Return the first of the architectures that transformers has as a causal decoder, or None.
 
-    Of a model that also sees or hears, it is the language model's, if transformers has that as a class of its own.
+    Of a model that also sees or hears, it is the language model's.
     """
     known = _known()
     # Others that also see or hear have a language model of another architecture, which their `text_config` names.
@@ -75,7 +71,6 @@ def decoders() -> list[str]:
 
 
 def wholes() -> dict[str, str]:
-    """Return the architectures of models that see or hear, or have an encoder of texts, by their types."""
     tables = (
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -86,14 +81,12 @@ def wholes() -> dict[str, str]:
 
 
 def _known() -> dict[str, str]:
-    """Return the causal decoders of transformers by the types of their configurations."""
     # One is listed with models that see only.
     found = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), ("mistral4", "Mistral4ForCausalLM")]
     return {kind: name if isinstance(name, str) else name[0] for kind, name in found}
 
 
 def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Return fields of `ModelConfig`, found by a run without memory."""
     if quantization_of(raw):
         raise ModelError(
             f"quantized weights are not supported for {architecture}, which has no family of Skipjoin's own: give the "
@@ -164,10 +157,7 @@ def settings_of(source: str) -> Settings:
 
 
 def _with_rope_of_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with the base of rotary positions that Dbrx has in `attn_config`.
-
-    transformers would compute with its default of 10,000 instead, without saying so.
-    """
+    """Add the base of rotary positions in Dbrx's `attn_config`, in whose place transformers has a default."""
     theta = raw["attn_config"].get("rope_theta") if raw["architectures"] == ["DbrxForCausalLM"] else None
     given = {"rope_type": "default", **(raw.get("rope_parameters") or {}), "rope_theta": theta}
     return raw if theta is None else {**raw, "rope_parameters": given}
@@ -185,7 +175,6 @@ def refusal(architecture: str, error: Exception) -> ModelError:
 
 
 def _floats_in(value: Any) -> Any:
-    """Return a value of JSON with the numbers that transformers writes as objects, such as infinities."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -202,7 +191,7 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
 
 
 def _intermediate_size(config: Any) -> int:
-    """Return the inner size of the MLPs, or the usual 4 * hidden_size if config.json has none, or several."""
+    """Return the inner size of the MLPs, or the usual one if config.json has none, or several."""
     found = getattr(config, "intermediate_size", None)
     return found if isinstance(found, int) and found > 0 else 4 * int(config.hidden_size)
 

@@ -1,5 +1,3 @@
-"""What a decoder of transformers computes, found by running it without memory."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -41,11 +39,7 @@ _STATE = "its layers keep a state that is no KV"
 
 
 class Attention(NamedTuple):
-    """One call of attention; `window` as in `AttentionBackend.attend`, and `dim` with that of linear biases.
-
-    Attributes:
-        chunk: Tokens see those of their chunk of this length only; 0 for all.
-    """
+    """One call of attention; `dim` has that of linear biases, and tokens see their `chunk` only, or all with 0."""
 
     heads: int
     kv_heads: int
@@ -60,14 +54,12 @@ class Traced(NamedTuple):
     """Operations of a model of transformers, as recorded while it ran without data.
 
     Attributes:
-        attentions: Calls with the name of their module, in order.
-        mixers: Names of the modules that have a state, in order, and its shape in each.
         products: Names of matrices that are used in matrix products alone, except those of embeddings.
         transposed: Products whose matrix has the shape [in, out].
         widened: Products that the model computes in float32.
         left: Products whose matrix is the left operand, and which do not add the bias of their module.
         is_uneven: Whether torch's bits of a row would depend on the others; see `EvenRows`.
-        unused: Names of the modules beside the decoder that texts do not use, such as those that see or hear.
+        unused: Names of the modules that texts do not use, such as those that see or hear.
     """
 
     attentions: list[tuple[str, Attention]]
@@ -82,14 +74,12 @@ class Traced(NamedTuple):
 
 
 def prepare(kind: type[Any], config: Any) -> None:
-    """Let a model of class `kind` call our functions for experts, where it has a choice."""
     register()
     older.register(config)
     config._experts_implementation = PAGED if kind._can_set_experts_implementation() else None
 
 
 def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model of class `kind`, whose attention and experts must be hooked."""
     prepare(kind, config)
     with torch.device(device):
         model = kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
@@ -99,19 +89,16 @@ def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dty
 
 
 def adapt(model: Any) -> None:
-    """Let the modules of a model call our functions, also those of experts in a part that alone has a choice."""
     older.adapt(model)
     model.set_experts_implementation(PAGED)
 
 
 def base_name(model: Any) -> str:
-    """Return the attribute of the layers below the output projection."""
     prefix: str = model.base_model_prefix
     return prefix if hasattr(model, prefix) else "model"  # Llama 4 has its place in a model that also sees
 
 
 def without(kind: type[Any], parts: tuple[str, ...]) -> type[Any]:
-    """Return a class whose models lack these modules, so that their weights are not read."""
     if not parts:
         return kind
 
@@ -140,11 +127,6 @@ def settle(model: Any) -> None:
 
 
 def trace(kind: type[Any], config: Any) -> Traced:
-    """Run a prompt on torch's meta device.
-
-    Raises:
-        ModelError: If attention is another than `AttentionBackend` computes.
-    """
     cache = DynamicCache(config=config)
     _check_state(cache)
     try:
@@ -210,7 +192,6 @@ def trace(kind: type[Any], config: Any) -> Traced:
 
 
 def _unused(model: Any, inner: set[str], uses: _Uses) -> Iterator[str]:
-    """Yield the modules with weights that no text uses, beside those on the way to the layers `inner`."""
     prefix, module = "", model
     while module is not None:
         within = None
@@ -291,13 +272,6 @@ _LEFT = frozenset({("matmul", 0), ("__matmul__", 0)})
 
 
 class _Uses(TorchFunctionMode):
-    """Records which functions of torch are called with a parameter.
-
-    Attributes:
-        is_uneven: As of `Traced`.
-        called: Modules that ran.
-    """
-
     def __init__(self) -> None:
         super().__init__()
         self.called: set[torch.nn.Module] = set()

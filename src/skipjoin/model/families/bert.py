@@ -141,7 +141,7 @@ def _mpnet_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 @family("mpnet", architectures=_architectures(MPNet="mpnet"), fields=_mpnet_fields, prefix="mpnet.")
 class MPNetEncoder(Encoder):
-    """Encoder whose scores also depend on the distance of two tokens, in the same way in all layers."""
+    """Encoder whose scores also depend on the distance of two tokens, in all layers."""
 
     PREFIX, EMBEDDING = "mpnet", "mpnet.embeddings.word_embeddings.weight"
     LAYOUT = Layout(

@@ -18,10 +18,7 @@ from skipjoin.model.ops.base import Norm
 from skipjoin.model.self_attention import Rotary, halves_of_pairs, separate_attention
 
 _ARCHITECTURES = {"CohereForCausalLM": "cohere", "Cohere2ForCausalLM": "cohere2"}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "cohere": {"rope_theta": 5e5},
-    "cohere2": {"sliding_window": 4096},
-}
+_DEFAULTS: dict[str, dict[str, Any]] = {"cohere": {"rope_theta": 5e5}, "cohere2": {"sliding_window": 4096}}
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -42,11 +39,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 @family(
-    "cohere",
-    architectures=_ARCHITECTURES,
-    fields=_fields,
-    prefix="model.",
-    sizes={"sliding_window_pattern": 1 << 14},
+    "cohere", architectures=_ARCHITECTURES, fields=_fields, prefix="model.", sizes={"sliding_window_pattern": 1 << 14}
 )
 class CohereDecoder(RotaryDecoder):
     @staticmethod

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: encoders whose scores also depend on distances, by products with embeddings of these."""
+"""DeBERTa v2 and v3: encoders whose scores also depend on products with embeddings of distances."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class DebertaLayer(EncoderLayer):
         self._of_distances: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def learn(self, distances: torch.Tensor) -> None:
-        """Make queries and keys of the embeddings of distances, [2 * buckets, hidden]."""
         if self._of_distances is None:
             query, key, _ = self._qkv(distances).view(len(distances), 3, self._heads, self._dim).unbind(1)
             self._of_distances = query.permute(1, 2, 0).contiguous(), key.permute(1, 2, 0).contiguous()
@@ -98,7 +97,7 @@ class DebertaLayer(EncoderLayer):
 
 @lru_cache(maxsize=64)
 def _buckets(length: int, buckets: int, farthest: int) -> torch.Tensor:
-    """Return the embedding of the distance from each key to each query, [length, length]: the farther, the wider."""
+    """Return which embedding is that of the distance from each key to each query, [length, length]."""
     at = torch.arange(length)
     distance, middle = at[:, None] - at[None], buckets // 2
     far = distance.abs().clamp(min=middle).float()

@@ -21,11 +21,10 @@ _GATED = {function: name for name, function in GATES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Names of an encoder's tensors. Those of a layer follow the prefix `layer`, all follow that of the model.
+    """Names of an encoder's tensors, after the model's prefix; those of a layer follow `layer`, too.
 
     Attributes:
         positions: Learned position embeddings; empty if the encoder has none.
-        layer: Prefix of a layer's tensors, with {} for its number.
         qkv: Names of three matrices, or of one that joins them.
         attention_norm: Norm after the attention, or before it if `norm_before`; `mlp_norm` likewise.
         up: First matrices of the MLP: one without a gate, or gate and up. If `is_joined`, one matrix has both, with up
@@ -97,13 +96,10 @@ class EncoderLayer:
         return self._down.add_to(self._up(x), x, self._mlp_norm)
 
     def attend(self, heads: Heads, batch: PackedBatch, by_distance: torch.Tensor | None) -> torch.Tensor:
-        """Return [T, heads * head_dim] of heads [T, heads, head_dim]."""
         return self._ops.attend_whole(heads, batch, self._whole._replace(by_distance=by_distance))
 
 
 class Encoder:
-    """Encoder whose tensors begin with `PREFIX`."""
-
     PREFIX: str
     EMBEDDING: str
     LAYOUT = Layout()

@@ -1,5 +1,3 @@
-"""Parts of families with root mean square norms and a gated MLP."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -19,7 +17,6 @@ _GATES = {function: name for name, function in GATES.items()}
 
 
 def gated_fields(raw: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
-    """Return fields of a family by their usual names. `share` is the default of the rotated part of each head."""
     sizes: dict[str, Any] = {field: int(raw[name]) for field, name in SIZES.items()}
     head_dim = int(raw.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"])
     max_positions, bias = int(raw["max_position_embeddings"]), bool(raw.get("attention_bias", False))
@@ -53,8 +50,6 @@ def gate_function(name: str) -> str:
 
 
 class LayerNorms(NamedTuple):
-    """Names of a layer's norms, or None where it has none."""
-
     attention: str | None = "input_layernorm"
     after_attention: str | None = None
     mlp: str | None = "post_attention_layernorm"
@@ -75,14 +70,7 @@ def gated_layer(
     has_projection_norms: bool = False,
     is_paired: bool = False,
 ) -> SequentialLayer:
-    """Make a layer.
-
-    Args:
-        has_joined_projections: Queries, keys and values are one matrix in the checkpoint.
-        has_joined_gate: Gate and up are one matrix.
-        has_projection_norms: Norms of queries and keys are over all heads instead of each.
-        is_paired: As of `separate_attention`.
-    """
+    """Make a layer; with `has_projection_norms`, norms of queries and keys are over all heads instead of each."""
     name = f"model.layers.{index}"
     before, after = (
         [builder.rms_norm(f"{name}.{of}") if of else None for of in part]
@@ -112,7 +100,6 @@ def gated_attention(
     adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **options: Any,
 ) -> SelfAttention:
-    """Make a layer's attention, with norms of queries and keys if it has them; `options` of `separate_attention`."""
     name = f"model.layers.{index}.self_attn"
     norms = _query_key_norms(builder, name, over_all_heads=has_projection_norms)
     adjust = adjust or residual_scale(builder)

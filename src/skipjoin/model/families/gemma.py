@@ -30,9 +30,7 @@ _ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma3",
 }
 _NORMS = LayerNorms(
-    after_attention="post_attention_layernorm",
-    mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
+    after_attention="post_attention_layernorm", mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
 )
 
 
@@ -79,11 +77,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 @family(
-    "gemma",
-    architectures=_ARCHITECTURES,
-    fields=_fields,
-    prefix="model.",
-    sizes={"sliding_window_pattern": 1 << 14},
+    "gemma", architectures=_ARCHITECTURES, fields=_fields, prefix="model.", sizes={"sliding_window_pattern": 1 << 14}
 )
 class GemmaDecoder(RotaryDecoder):
     @staticmethod

@@ -1,4 +1,4 @@
-"""GLM-4: neighbors of half of each head are rotated as pairs; GLM-4-0414 has norms before and after each part."""
+"""GLM-4: neighbors in half of each head are rotated; GLM-4-0414 has norms before and after each part."""
 
 from __future__ import annotations
 
@@ -27,15 +27,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return fields | {"output_bias": False, "mlp_bias": False}
 
 
-@family(
-    "glm",
-    architectures={
-        "GlmForCausalLM": "glm",
-        "Glm4ForCausalLM": "glm4",
-    },
-    fields=_fields,
-    prefix="model.",
-)
+@family("glm", architectures={"GlmForCausalLM": "glm", "Glm4ForCausalLM": "glm4"}, fields=_fields, prefix="model.")
 class GlmDecoder(RotaryDecoder):
     @staticmethod
     def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:

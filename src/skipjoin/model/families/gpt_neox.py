@@ -37,14 +37,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
-    "gpt_neox",
-    architectures={
-        "GPTNeoXForCausalLM": "gpt_neox",
-    },
-    fields=_fields,
-    prefix="gpt_neox.",
-)
+@family("gpt_neox", architectures={"GPTNeoXForCausalLM": "gpt_neox"}, fields=_fields, prefix="gpt_neox.")
 class GPTNeoXDecoder(RotaryDecoder):
     EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
@@ -86,7 +79,6 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """Make the projections, whose rows the checkpoint interleaves by head."""
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
     order = torch.arange(3 * count * dim).view(count, 3, dim).transpose(0, 1).flatten()

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped gate, attention with sinks, and windows in every other layer."""
+"""gpt-oss: experts with biases and a clamped gate, attention with sinks, and alternating windows."""
 
 from __future__ import annotations
 

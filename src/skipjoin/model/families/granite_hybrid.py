@@ -1,4 +1,4 @@
-"""Granite 4: layers of Mamba-2 among layers of attention, with an MLP that all tokens use, and perhaps experts."""
+"""Granite 4: Mamba-2 among layers of attention, with an MLP that all tokens use, and perhaps experts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def mixed_kinds(raw: Mapping[str, Any], layers: int, known: Mapping[str, bool]) -> list[bool]:
-    """Return whether each layer has a state, given the kinds in `layer_types` that do and those that do not."""
     kinds = raw["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ModelError(f"layer_types in config.json must be {layers} of {', '.join(known)}, got {kinds!r:.80}")

@@ -108,7 +108,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _with_defaults(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of the configuration class, whose rotary positions are not joined with others."""
+    """Return settings with defaults, which are not joined with rotary settings that are given."""
     found = {**_DEFAULTS.get(kind, {}), **raw}
     if raw.get("rope_scaling") is not None or raw.get("rope_parameters") is not None:
         found["rope_parameters"] = raw.get("rope_parameters")
@@ -118,7 +118,6 @@ def _with_defaults(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _biases(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of biases where a family has other names or rules for them than most."""
     if kind == "qwen2":
         return {"attention_bias": True, "output_bias": False}
     if kind == "seed_oss":
@@ -156,11 +155,7 @@ def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
 
 
 @family(
-    "llama",
-    architectures=_ARCHITECTURES,
-    fields=_fields,
-    prefix="model.",
-    sizes={"no_rope_layer_interval": 1 << 14},
+    "llama", architectures=_ARCHITECTURES, fields=_fields, prefix="model.", sizes={"no_rope_layer_interval": 1 << 14}
 )
 class LlamaDecoder(RotaryDecoder):
     @staticmethod

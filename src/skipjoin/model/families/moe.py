@@ -31,14 +31,7 @@ from skipjoin.model.weights import Stack
 
 
 class _Kind(NamedTuple):
-    """Family of mixture-of-experts models: names of its settings in config.json and of tensors in a layer.
-
-    Attributes:
-        width: Setting with the inner size of an expert; `experts` is that with the number of experts.
-        mlp: Module with the experts and the `router`.
-        names: Matrices of an expert: gate, up and down. None if all experts are stored in one tensor.
-        defaults: Values of missing settings, as in the configuration class of transformers.
-    """
+    """Names of settings in config.json and of tensors; `names` is None if one tensor has all experts."""
 
     model_type: str
     width: str

@@ -41,12 +41,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return fields | {"windows": tuple(window * slide for slide in slides), "ropes": ropes}
 
 
-@family(
-    "olmo",
-    architectures=_ARCHITECTURES,
-    fields=_fields,
-    prefix="model.",
-)
+@family("olmo", architectures=_ARCHITECTURES, fields=_fields, prefix="model.")
 class OlmoDecoder(RotaryDecoder):
     @staticmethod
     def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:

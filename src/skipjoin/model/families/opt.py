@@ -45,14 +45,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
-    "opt",
-    architectures={
-        "OPTForCausalLM": "opt",
-    },
-    fields=_fields,
-    prefix="model.",
-)
+@family("opt", architectures={"OPTForCausalLM": "opt"}, fields=_fields, prefix="model.")
 class OPTDecoder:
     EMBEDDING, OUTPUT = "model.decoder.embed_tokens.weight", "lm_head.weight"
 

@@ -18,14 +18,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return fields | {"windows": (int(raw.get("sliding_window") or 0),) * fields["num_layers"]}
 
 
-@family(
-    "phi3",
-    architectures={
-        "Phi3ForCausalLM": "phi3",
-    },
-    fields=_fields,
-    prefix="model.",
-)
+@family("phi3", architectures={"Phi3ForCausalLM": "phi3"}, fields=_fields, prefix="model.")
 class Phi3Decoder(RotaryDecoder):
     @staticmethod
     def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:

@@ -115,7 +115,6 @@ class Qwen3NextDecoder(RotaryDecoder):
 
 
 def _entry(builder: Builder, name: str) -> Linear:
-    """Make the projection to queries, keys, values, gates, rates and decays of a delta rule."""
     of, hidden = builder.config.states, builder.config.hidden_size
     assert of is not None
     values = of.heads * of.value_dim
@@ -133,7 +132,6 @@ def _entry(builder: Builder, name: str) -> Linear:
 
 
 def _parts_first(heads: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Return the rows of heads, each of which has parts of these sizes, with the first part of all heads first."""
     rows = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
 

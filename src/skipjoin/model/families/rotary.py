@@ -36,8 +36,7 @@ class RotaryDecoder(ABC):
 
     @staticmethod
     @abstractmethod
-    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
-        """Make the layer `index`, whose `rotary` is None if it has no positions."""
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer: ...
 
     @staticmethod
     def final_norm(builder: Builder) -> Norm:

@@ -215,7 +215,7 @@ def _jina_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     sizes={"type_vocab_size": 1 << 10},
 )
 class JinaEncoder(Encoder):
-    """Encoder of Jina's embeddings v3, in the files of transformers' version, which has the tasks as adapters."""
+    """Jina's embeddings v3 in the files of transformers' version, which has the tasks as adapters."""
 
     PREFIX, EMBEDDING = "roberta", "roberta.embeddings.word_embeddings.weight"
     LAYOUT = Layout(

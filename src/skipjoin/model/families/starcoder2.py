@@ -33,14 +33,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
-    "starcoder2",
-    architectures={
-        "Starcoder2ForCausalLM": "starcoder2",
-    },
-    fields=_fields,
-    prefix="model.",
-)
+@family("starcoder2", architectures={"Starcoder2ForCausalLM": "starcoder2"}, fields=_fields, prefix="model.")
 class Starcoder2Decoder(RotaryDecoder):
     @staticmethod
     def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:

@@ -1,4 +1,4 @@
-"""How files of one architecture name tensors, and the order in which they store rows."""
+"""How files of one architecture name tensors, and order their rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ JOINED_QKV = "attn_qkv"
 
 
 class Recurrence(NamedTuple):
-    """Heads of a delta rule's values and keys, and the size of each."""
-
     heads: int
     key_heads: int
     key_dim: int
@@ -31,8 +29,6 @@ class Recurrence(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Number of heads of queries, and of keys and values, and those of a recurrence if the model has one."""
-
     queries: int
     keys: int
     states: Recurrence | None = None
@@ -42,20 +38,17 @@ class Architecture(NamedTuple):
     """How files of one `general.architecture` store a model.
 
     Attributes:
-        name: Name in config.json.
-        layers: Names of tensors in a layer by those in checkpoints, several if the rows of one are those of several,
-            one after the other; `outer` has those outside.
+        layers: Names of tensors in a layer by those in checkpoints, several if their rows follow one another in one;
+            `outer` has those outside.
         epsilon: Names of the norms' epsilon in config.json and in the metadata.
         biases: Tensors of a layer whose biases come together, by the field of config.json that says so.
-        always_biased: Tensors that always have a bias.
         fixed: Fields of config.json that all models have.
-        numbers: Other fields, and their names in the metadata.
-        yarn, yarn_numbers: Likewise of the settings of YaRN.
+        numbers: Other fields, and their names in the metadata; `yarn` and `yarn_numbers` are those of YaRN.
         has_windows: Which layers have a sliding window follows from the architecture, or stands in the metadata.
         state_kind: Name in config.json of layers that have no KV; files say so by 0 heads of keys and values.
         norm_offset: What the file's weights of norms have been increased by.
-        has_paired_rows: The values that are rotated together are neighbors in heads of queries and keys.
-        has_joined_heads: The rows of a projection are all queries, then all keys and values, not those of each head.
+        has_paired_rows: Values that are rotated together are neighbors in heads.
+        has_joined_heads: Rows of a projection are all queries, then all keys and values, not those of each head.
         has_tiled_values: Heads of a recurrence's values are ordered by their number at their key, and then by the key.
         has_alternating_gates: Rows of experts' gates and of what they gate alternate in checkpoints.
     """
@@ -81,12 +74,11 @@ class Architecture(NamedTuple):
 
     @property
     def parts(self) -> frozenset[str]:
-        """The names of all tensors of a layer, without suffixes."""
         named = self.layers.values()
         return frozenset(part for parts in named for part in ((parts,) if isinstance(parts, str) else parts))
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names in a file of the tensors that a checkpoint has as one, `name`."""
+        """Return the names in a file of the tensors that a checkpoint has as `name`."""
         base, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             base, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
@@ -99,12 +91,11 @@ class Architecture(NamedTuple):
 
     @staticmethod
     def expert(name: str) -> int | None:
-        """Return which expert's a checkpoint's tensor is, in whose tensor the file has that of all."""
+        """Return the expert of a checkpoint's tensor, which is part of one tensor in a file."""
         found = _EXPERT.search(name)
         return None if found is None else int(found[1])
 
     def order(self, stored_names: tuple[str, ...], rows: int, heads: Heads) -> np.ndarray:
-        """Return the row in a file's tensors, one after the other, of each row of a checkpoint's tensor."""
         import numpy as np  # noqa: PLC0415 (programs that read settings only need it not)
 
         part, plain = _part(stored_names[0]), np.arange(rows)
@@ -123,14 +114,14 @@ class Architecture(NamedTuple):
         return plain
 
     def columns(self, stored_names: tuple[str, ...], columns: int, heads: Heads) -> np.ndarray | None:
-        """Return the column in a file of each column of a checkpoint's tensor, or None if they agree."""
+        """Return which column of a file each column of a checkpoint's tensor is, or None if they agree."""
         if self.has_tiled_values and _part(stored_names[0]) == "ssm_out" and heads.states is not None:
             return self._tiled(columns, heads.states)
         return None
 
     @staticmethod
     def _tiled(size: int, of: Recurrence) -> np.ndarray:
-        """Return the place of each number of values' heads, where the file has the first head of each key first."""
+        """Return the places of values' numbers where the file has the first head of each key first."""
         import numpy as np  # noqa: PLC0415
 
         return np.arange(size).reshape(of.heads // of.key_heads, of.key_heads, -1).swapaxes(0, 1).reshape(size)
@@ -139,7 +130,6 @@ class Architecture(NamedTuple):
         return name.endswith("_bias") and self.stored_names(name)[0].endswith("_exps.bias")
 
     def original(self, stored_name: str, vector: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a checkpoint, given those of a tensor of one dimension, in float32."""
         if stored_name.endswith(".ssm_a"):
             return (-vector).log()
         is_weight = "norm" in stored_name and "ssm_norm" not in stored_name and not stored_name.endswith(".bias")
@@ -147,12 +137,11 @@ class Architecture(NamedTuple):
 
 
 def _part(stored_name: str) -> str:
-    """Return the name of a tensor in its layer."""
     return stored_name.split(".")[2] if stored_name.startswith("blk.") else stored_name
 
 
 def _by_key_head(of: Recurrence) -> np.ndarray:
-    """Return the rows of queries, keys, values and gates by head of keys, where the file has all of one part first."""
+    """Return rows by head of keys, where the file has all queries, keys, values and gates in turn."""
     import numpy as np  # noqa: PLC0415
 
     values = of.heads // of.key_heads * of.value_dim

@@ -1,5 +1,3 @@
-"""Architectures of GGUF files: the names of their tensors and settings."""
-
 from __future__ import annotations
 
 from skipjoin.model.gguf.architecture import OUTER, QKV, Architecture
@@ -12,10 +10,7 @@ _JOINED_GATE = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 # Experts of a layer are one tensor, [experts, out, in].
 _EXPERTS = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
 _JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps"
-_POST_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+_POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _QK_NORMS = {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _EPSILON = "attention.layer_norm_epsilon"
@@ -55,10 +50,7 @@ _SCALES = {
     "logits_scaling": "logit_scale",
 }
 _GRANITE_MOE = _LLAMA._replace(
-    name="GraniteMoeForCausalLM",
-    layers=_GRANITE_EXPERTS,
-    biases={},
-    numbers={**_SCALES, **_MIXTRAL.numbers},
+    name="GraniteMoeForCausalLM", layers=_GRANITE_EXPERTS, biases={}, numbers={**_SCALES, **_MIXTRAL.numbers}
 )
 _GEMMA = Architecture(
     "GemmaForCausalLM",
@@ -258,10 +250,7 @@ ARCHITECTURES = {
         numbers=_EXPERT_NUMBERS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
     ),
     "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        {**_LLAMA.layers, **_QK_NORMS},
-        _RMS_EPSILON,
-        {"attention_bias": QKV | {"attn_output"}},
+        "Qwen3ForCausalLM", {**_LLAMA.layers, **_QK_NORMS}, _RMS_EPSILON, {"attention_bias": QKV | {"attn_output"}}
     ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
@@ -285,10 +274,7 @@ ARCHITECTURES = {
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35._replace(
         name="Qwen3_5MoeForCausalLM",
-        layers={
-            **{name: part for name, part in _QWEN35.layers.items() if name not in _GATED},
-            **_SHARED_EXPERTS,
-        },
+        layers={**{name: part for name, part in _QWEN35.layers.items() if name not in _GATED}, **_SHARED_EXPERTS},
         numbers=_DELTA_EXPERTS,
     ),
     "gpt-oss": Architecture(
@@ -317,9 +303,7 @@ ARCHITECTURES = {
     "chatglm": _GLM,
     "command-r": _COHERE,
     "cohere2": _COHERE._replace(
-        name="Cohere2ForCausalLM",
-        layers=_ATTENTION | _GATED | {"input_layernorm": "attn_norm"},
-        has_windows=True,
+        name="Cohere2ForCausalLM", layers=_ATTENTION | _GATED | {"input_layernorm": "attn_norm"}, has_windows=True
     ),
     "lfm2": Architecture(
         "Lfm2ForCausalLM",

@@ -1,7 +1,7 @@
 """Reader of GGUF headers. Files are untrusted: each size is checked against the file before anything is allocated.
 
-The reference reader in the package `gguf` does neither: it makes an array object of each token, which takes seconds,
-and follows a damaged count beyond the end of the file, without end.
+The reader of the package `gguf` makes an array object of each token, which takes seconds, and follows a damaged count
+beyond the end of the file, without end.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ Identity = tuple[tuple[Path, int, int], ...]
 
 
 class GgufError(Exception):
-    """A file cannot be used; the message names it and gives a remedy."""
+    pass
 
 
 class TensorType(NamedTuple):
-    """Stored type: a block of `elements` numbers takes `size` bytes."""
-
     name: str
     elements: int
     size: int
@@ -119,13 +117,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def model_stem(name: str) -> str:
-    """Return the name of a file without suffix and number of its part."""
     found = _PART.fullmatch(name)
     return found["stem"] if found else name.removesuffix(Path(name).suffix)
 
 
 def first_part(path: Path) -> Path:
-    """Return the first part of a split file, whose path is that of the model, or the path itself."""
     found = _PART.fullmatch(path.name)
     return _part(path, found, 1) if found else path
 
@@ -141,7 +137,6 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def identity_of(path: Path) -> Identity:
-    """Return what changes when a file or one of its parts does."""
     with _errors(path):
         return tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(path))
 
@@ -307,7 +302,6 @@ class _Header:
         return value
 
     def _strings(self, what: str, count: int) -> list[str]:
-        """Return texts as `_string` does; with a call for each, a vocabulary takes three times as long."""
         data, at, last = self._data, self._at, min(self._size, _MAX_HEADER_BYTES)
         found = []
         try:

@@ -1,5 +1,3 @@
-"""Codes and scales of the blocks of GGUF files, as compiled code unpacks them."""
-
 from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
@@ -19,8 +17,6 @@ _I, _P = c_int64, c_void_p
 
 
 class Layout(NamedTuple):
-    """How a type stores weights; the fields are those of `GroupedMatrix`."""
-
     group: int
     bits: int
     has_minimums: bool = False
@@ -48,7 +44,7 @@ LAYOUTS = {
 
 
 def unpacked(kind: str, stored: np.ndarray, rows: np.ndarray, width: int) -> GroupedMatrix:
-    """Return rows, of `width` numbers each, of the stored bytes [rows, bytes] of a type of `LAYOUTS`.
+    """Return rows of `width` numbers of the stored bytes [rows, bytes] of a type of `LAYOUTS`.
 
     Scales of the types with `K` or `XS` are small integers times a float16, and rounded to that type.
     """

@@ -26,7 +26,6 @@ class HubFile(NamedTuple):
 
 
 def models_in(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each model, by its name without suffix and number of part."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(SUFFIX) and not name.rpartition("/")[2].lower().startswith(_NO_MODEL):
@@ -35,7 +34,6 @@ def models_in(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def tags_of(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each model by what may follow the colon."""
     return {_tag(stem): files for stem, files in models_in(names).items()}
 
 
@@ -45,7 +43,7 @@ def _tag(stem: str) -> str:
 
 
 def models_of(folder: Path, files: Iterable[Path]) -> Iterator[tuple[str, Path, list[Path]]]:
-    """Yield the models in a folder of the hub's cache: what follows the id, the path, and the files of a GGUF model."""
+    """Yield what follows the id of each cached model, its path, and the files of a GGUF model."""
     names = [str(file.relative_to(folder)) for file in files]
     tags = {} if any(name.endswith(".safetensors") for name in names) else tags_of(names)
     for tag, parts in tags.items():
@@ -55,7 +53,6 @@ def models_of(folder: Path, files: Iterable[Path]) -> Iterator[tuple[str, Path, 
 
 
 def files_of(wanted: HubFile, names: Sequence[str]) -> list[str]:
-    """Return the files of the model that `wanted` names; raise `GgufError` if there is none, or more than one."""
     ends = re.compile(rf"(?:.*[-._/])?{re.escape(wanted.tag)}", re.IGNORECASE)
     found = {stem: files for stem, files in models_in(names).items() if ends.fullmatch(stem)}
     if not found:
@@ -71,7 +68,6 @@ def files_of(wanted: HubFile, names: Sequence[str]) -> list[str]:
 
 
 def cached(wanted: HubFile) -> Path | None:
-    """Return the first file of a model that was downloaded whole, or None."""
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
 
     repository = Path(HF_HUB_CACHE) / f"models--{wanted.repository.replace('/', '--')}"
@@ -86,7 +82,6 @@ def cached(wanted: HubFile) -> Path | None:
 
 
 def download(wanted: HubFile) -> Path:
-    """Download the files of a model, and no others, and return the first."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     files = files_of(wanted, files_on_hub(wanted.repository))
@@ -94,7 +89,7 @@ def download(wanted: HubFile) -> Path:
 
 
 def files_on_hub(repository: str) -> list[str]:
-    """Return the names of a repository's files. Listing them would retry for 25 s where there is no network."""
+    """Return the names of a repository's files; listing them would retry for 25 s without a network."""
     from huggingface_hub import HfApi  # noqa: PLC0415
 
     return [file.rfilename for file in HfApi().model_info(repository).siblings or ()]

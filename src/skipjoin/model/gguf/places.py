@@ -1,5 +1,3 @@
-"""Where a GGUF file has a tensor, which older files divide or join in another way."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -9,12 +7,7 @@ from skipjoin.model.gguf.file import Gguf, StoredTensor
 
 
 class Place(NamedTuple):
-    """Where a file has a tensor.
-
-    Attributes:
-        lead: Dimensions of the stored tensor before those of a matrix.
-        first: Row of the stored matrix, or number of a vector, at which it begins; `rows` as many are its own.
-    """
+    """Tensor, its dimensions before a matrix's, and the row at which the wanted one begins, with `rows` of its own."""
 
     tensor: StoredTensor
     lead: tuple[int, ...]
@@ -23,7 +16,7 @@ class Place(NamedTuple):
 
 
 def place_of(file: Gguf, name: str, lead: tuple[int, ...], expert: int, heads: Heads) -> Place | None:
-    """Return where a file has a tensor: alone, in one that joins queries, keys and values, or for each expert."""
+    """Return where a file has a tensor: alone, in one of queries, keys and values, or for each expert."""
     if (tensor := file.tensors.get(name)) is not None:
         return Place(tensor, lead)
     part, kind = name.rpartition(".")[::2]

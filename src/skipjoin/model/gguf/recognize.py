@@ -1,5 +1,3 @@
-"""Find the architecture of a GGUF file, and which of its optional parts the file has."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,7 @@ _ONE_EXPERT = re.compile(r"(ffn_\w+)\.\d+")
 
 
 def architecture_of(file: Gguf) -> Architecture:
-    """Return the architecture of a file; raise `GgufError` if it is unknown or lacks or adds tensors of a layer."""
+    """Return the architecture of a file; raise `GgufError` if it is unknown or has tensors that it lacks."""
     if (found := ARCHITECTURES.get(file.architecture)) is None:
         raise GgufError(
             f"{file.path} has architecture {file.architecture[:80]!r}, which is not supported in GGUF files; supported "
@@ -48,7 +46,6 @@ def architecture_of(file: Gguf) -> Architecture:
 
 
 def _stands_for(stored_part: str, known: frozenset[str]) -> frozenset[str]:
-    """Return the names of tensors in a layer that a tensor of a file is: several if it joins them."""
     if stored_part == JOINED_QKV and stored_part not in known:
         return QKV
     expert = _ONE_EXPERT.fullmatch(stored_part)
@@ -64,7 +61,6 @@ def layers_of(file: Gguf) -> Any:
 
 
 def biased(file: Gguf, of: Architecture) -> dict[str, bool]:
-    """Return the fields of config.json that say which biases a file has."""
     layers = (_IN_LAYER.fullmatch(name) for name in file.tensors if name.endswith(".bias"))
     having = frozenset[str]().union(*(_stands_for(found[2], of.parts) for found in layers if found))
     fields = {field: bool(having & parts) for field, parts in of.biases.items()}

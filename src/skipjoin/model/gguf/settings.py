@@ -1,5 +1,3 @@
-"""Settings of a GGUF file, in the form of the files of a model folder: their names and fields."""
-
 from __future__ import annotations
 
 import copy
@@ -141,13 +139,11 @@ def _pooling(file: Gguf) -> str | None:
 
 
 def _query_scalar(of: Architecture, config: dict[str, Any]) -> int:
-    """Return what the file does not have: the width per head in the largest models, and the head's size in others."""
     is_largest = config["num_hidden_layers"] == _LARGEST[of.name]
     return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
 
 
 def _kv_heads(file: Gguf, of: Architecture, heads: int) -> tuple[Any, list[str] | None]:
-    """Return the heads of keys and values, and the kind of each layer if some have none."""
     found = _metadata(file, "attention.head_count_kv")
     if not (of.state_kind and isinstance(found, list) and 0 in found):
         return _number(file, "attention.head_count_kv", heads), None
@@ -248,7 +244,6 @@ def _tokenizer(file: Gguf, special: Mapping[str, int | None]) -> dict[str, Any]:
 
 
 def tokens_of(file: Gguf) -> list[str]:
-    """Return the texts of a file's tokens."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise GgufError(f"{file.path} has no tokens (tokenizer.ggml.tokens): give a file that has its tokenizer")

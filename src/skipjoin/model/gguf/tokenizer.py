@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files, made of their vocabulary and merges.
 
-transformers has a converter, which splits text as GPT-2 does for each scheme that it does not know, such as that of
-SmolLM2, and so gives other tokens without saying so. Here, an unknown scheme is refused.
+transformers' converter splits text as GPT-2 does for each scheme that it does not know, such as SmolLM2's, without
+saying so. Here, an unknown scheme is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Scheme:
 
     Args:
         keeps_words: A word that is a token is that token, whatever the merges.
-        composes: Text is brought into Unicode's composed form (NFC) first, as the model's own tokenizer does.
+        composes: Text is brought into Unicode's composed form (NFC) first.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ SCHEMES = {
 
 
 def gguf_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a file; raise `GgufError` if it cannot be built."""
     file = read_gguf(path)
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind not in _KINDS:
@@ -179,7 +178,6 @@ def _wordpiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer,
 
 
 def _index(file: Gguf, tokens: Sequence[str], names: Sequence[str]) -> int:
-    """Return the token of the first of these names that the metadata have."""
     found = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
     index = next((number for number in found if number is not None), None)
     if not isinstance(index, int) or not 0 <= index < len(tokens):
@@ -205,7 +203,6 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _add_special(backend: tokenizers.Tokenizer, file: Gguf) -> None:
-    """Add the tokens that are found in texts as a whole; those that control the model are special."""
     tokens = tokens_of(file)
     kinds = _list(file, "token_type", int, len(tokens))
     found = [(text, kind) for text, kind in zip(tokens, kinds, strict=True) if text and kind]
@@ -221,7 +218,6 @@ def _add_special(backend: tokenizers.Tokenizer, file: Gguf) -> None:
 
 
 def _surround(backend: tokenizers.Tokenizer, file: Gguf, adds_bos: bool) -> None:
-    """Add the first and last tokens of a text that is no conversation."""
     wanted = {"bos": file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)}
     wanted["eos"] = file.metadata.get("tokenizer.ggml.add_eos_token", False)
     ids = {end: file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end, is_added in wanted.items() if is_added}

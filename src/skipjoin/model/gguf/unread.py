@@ -28,7 +28,7 @@ _ROUNDING = 1e-5
 
 
 def refuse_unread(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> None:
-    """Raise `GgufError` if a number of the metadata is another than the model of `config` computes with."""
+    """Raise `GgufError` if a number of the metadata differs from what the model of `config` computes with."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise GgufError(f"{file.path} has general.type {kind!r:.80}, and is no model of its own: give a model")
@@ -46,7 +46,6 @@ def refuse_unread(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> No
 
 
 def _following(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    """Return the values of numbers that follow from others."""
     head_dim = config["head_dim"]
     scale = max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5
     rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", head_dim)

@@ -30,7 +30,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class GgufWeights(Weights):
-    """Weights of a GGUF file: in codes where products read them, and widened to the model's type elsewhere."""
+    """Weights of a GGUF file: in codes where products read them, and widened elsewhere."""
 
     def __init__(self, source: Source) -> None:
         try:
@@ -101,7 +101,6 @@ class GgufWeights(Weights):
         return found
 
     def _rows(self, name: str, shape: tuple[int, ...], index: int | None = None) -> _Rows:
-        """Find a tensor, or that of expert `index`, of a tensor that has all experts."""
         of, config = self._architecture, self._config
         names = of.stored_names(name)
         expert = of.expert(name) if index is None else index
@@ -118,7 +117,7 @@ class GgufWeights(Weights):
     def _part(
         self, stored_name: str, lead: tuple[int, ...], shape: tuple[int, ...], expert: int
     ) -> tuple[StoredTensor, range]:
-        """Return a tensor, and the rows that it has of one whose whole shape is `shape`, apart from dimensions of 1."""
+        """Return a tensor and its rows that make one of `shape`, apart from dimensions of 1."""
         found = place_of(self._file, stored_name, lead, expert, self._heads)
         if found is None:
             raise ModelError(f"{self._file.path} has no tensor {stored_name!r}: download it again")
@@ -145,9 +144,9 @@ class GgufWeights(Weights):
 
 
 class _Rows(NamedTuple):
-    """Rows of tensors of a file, and which of these, one tensor after the other, each row of a checkpoint's tensor is.
+    """Rows of tensors of a file; `order` says which, one tensor after the other, those of a checkpoint's tensor are.
 
-    With a tensor of one dimension, rows are its numbers. `places` has the column of each column, or None for the same.
+    Rows of a vector are its numbers. `places` has the column of each column, or None for the same.
     """
 
     names: tuple[str, ...]
@@ -180,12 +179,10 @@ class _Rows(NamedTuple):
         return joined.outputs(self._places(wanted))
 
     def vector(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the numbers of a tensor of one dimension, in the order of the file."""
         tensor, _ = self.parts[0]
         return widened(tensor, np.arange(tensor.nbytes // tensor.row_bytes), None, dtype).flatten()
 
     def _split(self, wanted: np.ndarray) -> list[tuple[StoredTensor, np.ndarray]]:
-        """Return the wanted rows of each tensor."""
         split, first = [], 0
         for tensor, rows in self.parts:
             here = wanted[(wanted >= first) & (wanted < first + len(rows))]
@@ -200,7 +197,6 @@ class _Rows(NamedTuple):
 
 
 def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:
-    """Return the bytes of a matrix in codes, or None if it is widened. `name` may be a stack's, or lack ".weight"."""
     file = read_gguf(source.files.folder)
     names = architecture_of(file).stored_names(f"{name.removesuffix('.weight')}.weight")
     # Any number of heads: it is the tensor that counts.
@@ -227,7 +223,6 @@ def _in_threads(work: Callable[[slice], None], rows: int, width: int) -> None:
 
 
 def widened(tensor: StoredTensor, rows: np.ndarray, columns: range | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of a stored tensor as numbers of a type, in memory of its own."""
     width = tensor.shape[-1]
     wanted = slice(None) if columns is None else slice(columns.start, columns.stop)
     result = torch.empty(len(rows), width if columns is None else len(columns), dtype=dtype)
@@ -244,7 +239,6 @@ def widened(tensor: StoredTensor, rows: np.ndarray, columns: range | None, dtype
 
 
 def widening(file: Gguf, dtype: torch.dtype, quantization: str = "none", *, reads_codes: bool = False) -> str:
-    """Return a sentence that says which tensors are widened and what memory that takes, or an empty text."""
     kept = {*_FLOATS, *(LAYOUTS if reads_codes and quantization == "none" else ())}
     found = [tensor for tensor in file.tensors.values() if tensor.type.name not in kept]
     if not found:

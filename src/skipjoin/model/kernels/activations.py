@@ -46,7 +46,6 @@ def gate_and_mul_kernel(
 
 
 def gate_and_mul(x: torch.Tensor, function: str) -> torch.Tensor:
-    """Map [n, 2 * width], gate before up, by a function of `GATES`, with arithmetic in float32."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     gate_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
@@ -87,7 +86,7 @@ def bias_and_activation_kernel(
 
 
 def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Compute activation(x + bias) in place, with arithmetic in float32. Fused as in ALISE section 3.3."""
+    """Compute activation(x + bias) in place, in float32. Fused as in ALISE section 3.3."""
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](
         x,

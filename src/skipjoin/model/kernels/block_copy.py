@@ -1,4 +1,4 @@
-"""Copies of many small blocks between two pools in one launch; one pool may be in page-locked CPU memory."""
+"""Copies of many small blocks between pools in one launch; one pool may be in page-locked CPU memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def _copy(
 
 
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Tensor, source_ids: torch.Tensor) -> None:
-    """Copy row source_ids[i] of `source` to row target_ids[i] of `target`; ids are on the device, not checked."""
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"rows of {source.dtype} {source.shape[1]} do not fit {target.dtype} {target.shape[1]}")
     count = len(source_ids)

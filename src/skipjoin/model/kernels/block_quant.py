@@ -140,8 +140,8 @@ def _dequantize(
 class TritonQuantizer(StagedQuantizer):
     """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device.
 
-    Large rows are copied by the GPU's copy engines, because kernels that wait for the link slow concurrent steps down.
-    Kernels read and write small rows in CPU memory, since queueing a copy of each would take longer.
+    The GPU's copy engines copy large rows, because kernels that wait for the link slow concurrent steps down. Kernels
+    read and write small rows in CPU memory, since queueing a copy of each would take longer.
     """
 
     def quantize(

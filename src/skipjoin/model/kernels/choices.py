@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """Attention shape that a kernel is compiled for; `group` is the query heads per KV head."""
-
     dtype: torch.dtype
     group: int
     dim: int
@@ -46,7 +44,6 @@ class Shape(NamedTuple):
 
 
 def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """Return the arguments of `TunedTable.find` for decodes; `work` is the number of sequences times KV heads."""
     bucket = 1
     while bucket < work:  # powers of four share one choice
         bucket *= 4

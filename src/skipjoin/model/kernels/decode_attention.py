@@ -50,7 +50,6 @@ class WorkList(NamedTuple):
         items: Shape [maximum, 8], a record per chunk, sorted by keys, descending: (segment, token, first position, end,
             whether reversed, number of chunks of its sequence, -, -).
         sequences: Shape [n, 4]: (its first item, number of chunks, token, -).
-        total: Shape [1], number of items.
     """
 
     items: torch.Tensor
@@ -66,7 +65,6 @@ def max_chunks(slots: int, chunk: int) -> int:
 def _chunks(
     context: tl.tensor, window: tl.tensor, CHUNK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return (first key, keys, keys per chunk, chunks)."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
     size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), CHUNK), 1) * CHUNK
@@ -168,7 +166,7 @@ def _decode(
         DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
             softmax per row, so that threads exchange data only at the end.
         STAGES: Tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop option
-            would also delay loads of the block table. Without DOT, only a loop that sets it is pipelined.
+            would also delay loads of the block table.
     """
     kv_head = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_N)
@@ -294,7 +292,6 @@ def _reduce(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Combine the results of a sequence with several chunks. A program is (sequence, head)."""
     record = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(record)
     chunks = tl.load(record + 1)
@@ -326,10 +323,7 @@ def _reduce(
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Return candidate sizes, the default first. `maxnreg` prevents spills by the compiler's choice.
-
-    CHUNK is the granularity of the chunks in the work list that the kernel reads.
-    """
+    """Return candidate sizes, the default first; CHUNK is that of the work list. `maxnreg` prevents spills."""
     rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
         {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps, "CHUNK": CHUNK_KEYS}
@@ -376,7 +370,7 @@ def decode_attention(
     processors: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of the segments in `work`, and write their rows of `out`, which is contiguous.
+    """Attend for the segments of `work`, and write their rows of `out`, which is contiguous.
 
     `work` must be shared out with config["CHUNK"].
     """

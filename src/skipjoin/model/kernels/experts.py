@@ -1,7 +1,7 @@
 """Products of experts: rows are sorted by expert, and a program multiplies some of them by some of its weights.
 
-Sizes of tiles depend on the weights alone, so that the bits of a row do not depend on the batch. Nothing is read on the
-CPU, so that CUDA graphs can replay the products.
+Tiles depend on the weights alone, so that the bits of a row do not depend on the batch. Nothing is read on the CPU, so
+that CUDA graphs can replay the products.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Blocks:
-        """Return the blocks of slots whose experts are `chosen`: at most one of an expert is not full."""
         flat, device = chosen.view(-1), chosen.device
         most = len(flat) // BLOCK_ROWS + min(len(flat), experts)
         counts = torch.zeros(experts, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -89,7 +88,6 @@ def expert_product_kernel(
 def expert_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Blocks, slots: int, per_row: int
 ) -> torch.Tensor:
-    """Multiply row i // per_row of `x` by the weights [experts, out, in] of slot i, for all slots."""
     experts, outs, inputs = weight.shape
     out = torch.empty((slots, outs), dtype=x.dtype, device=x.device)
     sizes = tiles(outs, x.element_size()) | {"BLOCK_M": BLOCK_ROWS}
@@ -116,7 +114,6 @@ def weighted_sum_kernel(
 
 
 def weighted_sum(found: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Add the rows of each row's slots times their shares, in the order of slots."""
     (rows, per_row), width = shares.shape, found.shape[1]
     out = torch.empty((rows, width), dtype=found.dtype, device=found.device)
     weighted_sum_kernel[(rows, triton.cdiv(width, _BLOCK))](

@@ -19,7 +19,7 @@ _ROUND = tl.constexpr(12582912.0)
 def _scaled(
     numbers: tl.tensor, factor: tl.tensor, weight: tl.tensor, kept: tl.tensor, offset: tl.tensor, source: tl.tensor
 ) -> tl.tensor:
-    """Multiply by a row's factor and the weights, and round to the type of `source`, as a kernel of its own would."""
+    """Multiply by factor and weights, and round to the type of `source`, as a kernel of its own would."""
     found = numbers * factor * (tl.load(weight, mask=kept, other=0.0).to(tl.float32) + offset)
     return found.to(source.dtype.element_ty).to(tl.float32)
 
@@ -39,10 +39,7 @@ def _head(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the first and second values of the pairs, normalized and rotated, and the values that are no pairs.
-
-    Those that DIM and PAIRS exclude are anything.
-    """
+    """Return both values of the pairs, normalized and rotated, and the values that are no pairs."""
     pairs = tl.arange(0, BLOCK_P)[None, :]
     rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
     seen, kept = own & (pairs < PAIRS), own & (rest < DIM)
@@ -78,7 +75,7 @@ def _head(
 
 @triton.jit
 def _top(numbers: tl.tensor) -> tl.tensor:
-    """Return the bits of the largest magnitude of each row, which are ordered like magnitudes, NaN last."""
+    """Return the bits of each row's largest magnitude, which are ordered like magnitudes, NaN last."""
     return tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -131,7 +128,6 @@ def _kv_write(
     SCALED: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """Normalize, rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -208,12 +204,10 @@ def kv_write(
     cos_sin: torch.Tensor | None,
     norms: HeadWeights | None = None,
 ) -> None:
-    """Write `key` and `value` to their slots, and change `query` in place.
-
-    Queries and keys are first normalized, if there are `norms`, and then rotated, if `cos_sin` is given.
+    """Normalize queries and keys if there are `norms`, rotate them if `cos_sin` is given, and write the new KV.
 
     Args:
-        query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors. Likewise `key` and `value`.
+        query: Shape [T, heads, head_dim], head_dim innermost, changed in place; `key` and `value` likewise.
         keys: Shape [num_blocks, block_size, kv_heads, head_dim], with the same strides as `values`.
         scales: Of keys and values of an int8 cache, [num_blocks, block_size, kv_heads].
         slots: int64 [T]; -1 writes nothing.

@@ -83,7 +83,6 @@ def normalize(
     Args:
         x: Shape [n, width], or [n, heads, width] contiguous in the last dimension.
         centre: Normalize by mean and variance instead of the root mean square.
-        offset: Added to the weights.
         product: Contiguous; added to `x` first, in place.
     """
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)

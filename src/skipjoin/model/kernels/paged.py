@@ -19,12 +19,11 @@ R = TypeVar("R")
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the next power of two, at least `least`, as tl.dot requires of an operand."""
     return max(least, triton.next_power_of_2(size))
 
 
 def score_factors(softmax: Softmax) -> tuple[float, float]:
-    """Return (factor, inner): scores to base 2 are factor * product, with a cap factor * bounded(inner * product)."""
+    """Return (factor, inner): scores to base 2 are factor * product, or factor * bounded(inner * product)."""
     if not softmax.cap:
         return softmax.scale * _LOG2E, 0.0
     return softmax.cap * _LOG2E, 2 * softmax.scale / softmax.cap
@@ -32,27 +31,16 @@ def score_factors(softmax: Softmax) -> tuple[float, float]:
 
 @triton.jit
 def bounded(doubled: tl.tensor) -> tl.tensor:
-    """Return the hyperbolic tangent of half of `doubled`."""
     return 1.0 - 2.0 / (1.0 + tl.exp(doubled))
 
 
 # Index tensors are views of one buffer, and block tables have any width. Specialized on their alignment, kernels would
 # be compiled for each combination while requests wait.
-INDEX_TENSORS = (
-    "tables",
-    "context_lens",
-    "backward",
-    "segments",
-    "query_start",
-    "tiles",
-    "slots",
-    "positions",
-)
+INDEX_TENSORS = ("tables", "context_lens", "backward", "segments", "query_start", "tiles", "slots", "positions")
 VARYING = ("window", "table_width", "count")
 
 
 def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
-    """Apply triton.jit, compiled once for all alignments of index tensors and sizes of a batch."""
     names = inspect.signature(kernel).parameters
     return triton.jit(
         kernel,
@@ -63,7 +51,6 @@ def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
 
 @triton.jit
 def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the blocks at positions `index`, int32; `last`'s block for those after it."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 
@@ -76,10 +63,9 @@ def token_rows(
     slot_step: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Return element offsets of tokens in a layer's cache.
+    """Return element offsets of tokens in a layer's cache, with `slot_step` elements between consecutive slots.
 
-    Tokens after `last` get its row, which holds finite values, so that their loads need no mask. `slot_step` is the
-    elements between consecutive slots in the sequence's direction.
+    Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step

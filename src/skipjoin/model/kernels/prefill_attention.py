@@ -56,7 +56,6 @@ def _tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Continue the softmax over keys [low, high) for rows at positions `own`."""
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = tl.maximum(context - 1, 0)
@@ -210,7 +209,6 @@ def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bo
 
 
 def query_tiles(batch: PackedBatch, segments: Sequence[int], per_tile: int) -> np.ndarray:
-    """Return int64 [tiles, 2]: (segment, its first token in the tile)."""
     parts = [np.arange(0, batch.lengths[i], per_tile) for i in segments]
     owners = np.repeat(np.asarray(segments, np.int64), [len(p) for p in parts])
     first = np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Batch-invariant matrix products: one tile size and one order of additions for all batches, unlike in cuBLAS."""
+"""Batch-invariant matrix products: one tile size and one order of additions for all batches."""
 
 from __future__ import annotations
 

@@ -13,12 +13,7 @@ _SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def round_rows_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
-    BLOCK: tl.constexpr,
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     held = x + row * x_stride
@@ -39,7 +34,6 @@ def round_rows_kernel(
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows [n, width], contiguous in the last dimension, as codes and float32 scales [n, 1]."""
     rows, width = x.shape
     codes = torch.empty((rows, width), dtype=FP8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)

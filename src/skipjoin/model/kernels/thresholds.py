@@ -17,7 +17,6 @@ OPTIONS = {"num_warps": 16, "maxnreg": 128}
 
 @triton.jit
 def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the next values and the bits of their magnitudes, infinite beyond the row's end."""
     at = start + tl.arange(0, BLOCK)
     values = tl.load(row + at, mask=at < vocab, other=float("-inf"))
     return values, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF

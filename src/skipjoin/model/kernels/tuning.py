@@ -85,7 +85,7 @@ class TunedTable:
         run: Callable[[Config, int], None],
         turns: int = 1,
     ) -> Config:
-        """Keep and return the fastest of `configs`; if this device can run none, return the first and keep nothing."""
+        """Keep and return the fastest of `configs`; if none can run here, return the first and keep nothing."""
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
             try:

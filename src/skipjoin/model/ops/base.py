@@ -20,9 +20,7 @@ CLAMPED_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
 
 
 class Norm(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize [n, width], or [n, heads, width] contiguous in the last dimension; the result is contiguous."""
-        ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """Add `product` to `total` in place and return the norm of the sum. All are contiguous."""
@@ -37,8 +35,6 @@ HeadNorm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Linear(Protocol):
-    """Weight matrix in the layout that its implementation multiplies fastest."""
-
     weight_bytes: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -49,41 +45,31 @@ class Linear(Protocol):
 
 
 class Product(Linear, Protocol):
-    """`Linear` of one matrix or several with the same input."""
-
-    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Return the product of each row with `delta` [n, out] added before the activation."""
-        ...
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor: ...
 
 
 @runtime_checkable
 class LookedUp(Product, Protocol):
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a single matrix as numbers of the model's type."""
-        ...
+    def rows(self, ids: torch.Tensor) -> torch.Tensor: ...
 
 
 class Routed(NamedTuple):
-    """Experts of each row, the one of the largest logit first, and their shares: int64 and float32 [rows, per_row]."""
-
     chosen: torch.Tensor
     shares: torch.Tensor
 
 
 class Experts(Protocol):
-    """MLPs of which each row uses some. A row's bits do not depend on others where those of products do not."""
+    """MLPs of which each row uses some, independently of other rows where products are independent."""
 
-    def route(self, logits: torch.Tensor) -> Routed:
-        """Choose the experts of the largest logits [rows, experts], the lowest numbers of equal ones."""
-        ...
+    def route(self, logits: torch.Tensor) -> Routed: ...
 
-    def add_to(self, x: torch.Tensor, routed: Routed, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        """Add the experts' outputs times their shares to contiguous `total`; return as `Linear.add_to`."""
-        ...
+    def add_to(
+        self, x: torch.Tensor, routed: Routed, total: torch.Tensor, then: Norm | None = None
+    ) -> torch.Tensor: ...
 
 
 class AttentionParts(NamedTuple):
-    """Parts of attention. Norms of queries and keys that `attend` takes are in `head_weights` too."""
+    """Parts of attention; norms of queries and keys that `attend` takes are in `head_weights` too."""
 
     qkv: Linear
     output: Linear
@@ -102,8 +88,6 @@ class AttentionParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """Parts of a layer, of whose MLP `up` is a router if `down` are experts."""
-
     norm: Norm
     attention: AttentionParts
     mlp_norm: Norm
@@ -116,11 +100,10 @@ FusedLayers = Callable[[torch.Tensor, PackedBatch, PagedKV], torch.Tensor]
 
 
 class WholeText(NamedTuple):
-    """How all tokens of a text attend to each other.
+    """How all tokens of a text attend to each other; `cos_sin` is as of `AttentionBackend.attend`.
 
     Attributes:
         window: Largest distance of two tokens of which one attends to the other; 0 for any.
-        cos_sin: As of `AttentionBackend.attend`.
         by_distance: From the function of this name.
     """
 
@@ -137,14 +120,12 @@ _MAX_LANES = 64
 def by_distance(added: torch.Tensor, scale: float) -> torch.Tensor:
     """Return float32 [heads, 2 * positions - 1 + lanes] for `WholeText`, of what is added to scores.
 
-    Args:
-        added: Shape [heads, 2 * positions - 1]; that of query i and key j is at positions - 1 + i - j.
+    `added` has that of query i and key j at [heads, positions - 1 + i - j].
     """
     return torch.nn.functional.pad(added.float() / scale, (0, _MAX_LANES))
 
 
 def longest(by_distance: torch.Tensor) -> int:
-    """Return the number of positions."""
     return (by_distance.shape[1] - _MAX_LANES + 1) // 2
 
 
@@ -160,9 +141,7 @@ class LayerOps(Protocol):
 
     def use_threads(self, count: int) -> None: ...
 
-    def step(self) -> AbstractContextManager[None]:
-        """Keep threads awake between the operations of a step."""
-        ...
+    def step(self) -> AbstractContextManager[None]: ...
 
     def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
         """Return the norms for attention to apply, or None where it is no faster than a call of each."""
@@ -174,31 +153,22 @@ class LayerOps(Protocol):
 
     def grouped(
         self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
-    ) -> LookedUp:
-        """Prepare weights in codes, whose rows follow one another."""
-        ...
+    ) -> LookedUp: ...
 
     def experts(
         self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
     ) -> Experts:
-        """Prepare MLPs, of which each row uses `per_row`.
-
-        Args:
-            among: Shares are the softmax over the chosen experts' logits, else over those of all, times `scale`.
-        """
+        """Prepare MLPs; with `among`, shares are the softmax over the chosen logits, else over all, times `scale`."""
         ...
 
-    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
-        """Prepare a norm that multiplies by `weight + offset`, which is added in float32."""
-        ...
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm: ...
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
 
     def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
         """Attend from every token of a segment to every other; return [T, heads * head_dim].
 
-        Queries and keys are rotated, perhaps in place. A row's bits do not depend on other segments. Query head h reads
-        KV head h * kv_heads // heads.
+        Queries and keys are rotated, perhaps in place. A row's bits do not depend on other segments.
         """
         ...
 

@@ -1,5 +1,3 @@
-"""Block copies between two pools in CPU memory, without the GIL."""
-
 from __future__ import annotations
 
 import ctypes

@@ -24,13 +24,11 @@ _AT_ONCE_BYTES = 16 << 20
 
 
 class BlockQuantizer(Protocol):
-    """Moves blocks between a device pool and a pool of another format, without checks: source[i] goes to target[i]."""
+    """Moves blocks between a device pool and one of another format, without checks: source[i] goes to target[i]."""
 
     def quantize(
         self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
-    ) -> None:
-        """Quantize blocks to the CPU tier; the last has `last` tokens."""
-        ...
+    ) -> None: ...
 
     def dequantize(self, device: PagedKV, host: SwapPool, target: Sequence[int], source: Sequence[int]) -> None: ...
 
@@ -42,8 +40,6 @@ def block_quantizer(of: SwapFormat) -> BlockQuantizer:
 
 
 class CompiledQuantizer:
-    """Compiled quantizer, without the GIL, with stores that bypass the caches."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         shape = [c_int64] * 4
         self._quantize = declare(library.skipjoin_quantize_blocks, *shape, *[c_void_p] * 4, c_int64, c_int64)
@@ -64,8 +60,6 @@ class CompiledQuantizer:
 
 
 class StagedQuantizer(ABC):
-    """Quantizer that converts blocks on their device and copies rows of several blocks to and from the CPU tier."""
-
     def quantize(
         self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:

@@ -1,4 +1,4 @@
-"""Load compiled operations: those of the wheel, or the C++ sources compiled once per machine in the cache folder."""
+"""Load compiled operations: the wheel's, or the C++ sources compiled once per machine in the cache folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 
 def shipped() -> list[Path]:
-    """Return the wheel's libraries for this processor, fastest first."""
     found = [variant for variant in VARIANTS.get(platform.machine(), ()) if variant.needs <= cpu_features()]
     return [file for variant in found if (file := _FOLDER / variant.file).is_file()]
 
@@ -133,8 +132,6 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
 
 
 def _build(made: Path, compiler: Sequence[str]) -> None:
-    """Compile all sources at once, since one core takes most of a minute for them, and link them."""
-
     def run(*arguments: str) -> None:
         subprocess.run([*compiler, *arguments], check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
 
@@ -213,7 +210,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu() -> str:
-    """Return the processor's features, which determine -march=native: machines may share a home folder."""
+    """Return the features that determine -march=native: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,5 +1,3 @@
-"""Arguments of compiled operations; fields are those of calls.inc.cpp and layers.cpp."""
-
 from __future__ import annotations
 
 import ctypes
@@ -61,7 +59,6 @@ class AttentionCall(ctypes.Structure):
 
 
 def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
-    """Return the fields of `AttentionCall` from `block_stride` to `is_int8`, which all layers share."""
     down = None if batch.plain else batch.reversed.data_ptr()
     return (
         *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),

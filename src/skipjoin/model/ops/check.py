@@ -59,14 +59,12 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def _experts(of: LayerOps, up: tuple[torch.Tensor, torch.Tensor], down: torch.Tensor) -> Experts:
-    """Return five experts, each with a weight of `up` [68, 70] and one of `down` [5, 40], of other numbers."""
     wide = down.repeat(14, 1)[:68, :34].contiguous()
     ups = [of.linear(up[0].roll(number, 0), up[1], GATED) for number in range(5)]
     return of.experts(ups, [of.linear(wide.roll(number, 0), None) for number in range(5)], 2, among=True)
 
 
 def _attended(of: LayerOps, heads: torch.Tensor) -> list[torch.Tensor]:
-    """Return what the tokens of two texts make of each other, of heads [15, 5, 40]."""
     batch = PackedBatch.build([Segment([0] * 4, 0, (0,)), Segment([0] * 11, 0, (0, 1, 2))], 4, heads.device)
     cos_sin, added = heads[:, 4].float().contiguous(), by_distance(heads[:2, 4, :21].float(), 0.2)
     parts = Heads(heads[:, :2], heads[:, 2:3], heads[:, 3:4])
@@ -80,7 +78,6 @@ def _attended(of: LayerOps, heads: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _recurrent(of: LayerOps, x: torch.Tensor, heads: torch.Tensor) -> list[torch.Tensor]:
-    """Return what layers with states compute of [15, 70] and [15, 5, 40], of two sequences, and the states."""
     batch = PackedBatch.build([Segment([0] * 4, 0, (0,), state=1), Segment([0] * 11, 2, (0, 1, 2, 3))], 4, x.device)
     inputs, matrices = x[:4].reshape(2, 2, 70).clone(), heads[:2, :, :16].float().reshape(2, 2, 8, 5)
     convolution = Convolution(x[4:7].float(), is_gated=True)
@@ -103,7 +100,6 @@ def _codes_are_right(ops: LayerOps, x: torch.Tensor, weight: torch.Tensor) -> bo
 
 
 def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
-    """Return whether a product's row has the same bits in any batch."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
     linears = [ops.linear(weight, None), ops.linear(weight, None, GATED)]

@@ -16,8 +16,6 @@ _ACTIVATIONS = (None, *ACTIVATIONS, GATES[CLAMPED])
 
 
 class CompiledOps(Protocol):
-    """What products need of the operations that they belong to."""
-
     library: ctypes.CDLL
     dtype: torch.dtype
     type: int
@@ -27,8 +25,6 @@ class CompiledOps(Protocol):
 
 
 class CompiledLinear:
-    """Product of compiled code; its weights are fields of the call, which `use` sets."""
-
     weight_bytes: int
     # Whether its call alone computes the product.
     is_fusible = True

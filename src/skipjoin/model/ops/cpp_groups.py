@@ -22,14 +22,8 @@ class Packed(NamedTuple):
 
 
 class GroupedLinear(CompiledLinear):
-    """Weights in codes, packed in strips of outputs, each read once per product. Inputs are rounded to 8 bits."""
-
     def __init__(
-        self,
-        ops: CompiledOps,
-        matrices: Sequence[GroupedMatrix],
-        bias: torch.Tensor | None,
-        activation: str | None,
+        self, ops: CompiledOps, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None
     ) -> None:
         matrices = [with_integers(matrix) for matrix in matrices]
         sizes = [len(matrix.codes) for matrix in matrices]
@@ -48,7 +42,6 @@ class GroupedLinear(CompiledLinear):
         super()._run(x if self._order is None else x[:, self._order], out, add, delta)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a single matrix as numbers."""
         found = torch.empty((len(ids), self.inputs), dtype=self.ops.dtype)
         check_ids(ids, self.outputs)
         self.ops.library.skipjoin_group_rows(

@@ -29,7 +29,7 @@ _LINE = 64
 
 
 class LayerShape(NamedTuple):
-    """What layers must share: widths of outputs in the order of `StepCall`, query heads, KV heads, head size."""
+    """What layers must share: widths of outputs in the order of `StepCall`; query heads, KV heads, head size."""
 
     widths: tuple[int, ...]
     heads: tuple[int, int, int]
@@ -46,8 +46,6 @@ def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
 
 
 class CppLayers:
-    """`FusedLayers` in one call of compiled code. Not thread-safe, as `CppOps`."""
-
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -107,7 +105,6 @@ class CppLayers:
         return x
 
     def _adapted_calls(self) -> tuple[list[AdaptedCall], int]:
-        """Return the calls of the batch's adapters, whose rows are slices, and the largest of their ranks."""
         adapters = next((linear.adapters for linear in self._adapted if linear is not None), None)
         if adapters is None or not adapters.active:
             return [], 0

@@ -41,11 +41,7 @@ from skipjoin.system.container import usable_cpus
 
 
 class CppExperts:
-    """Experts in one call of compiled code, which reads the weights of chosen ones only.
-
-    Attributes:
-        fixed: The call without its inputs.
-    """
+    """Experts in one call of compiled code, which reads the weights of chosen ones only."""
 
     def __init__(
         self, up: Sequence[CompiledLinear], down: Sequence[CompiledLinear], per_row: int, *, among: bool, scale: float
@@ -240,8 +236,6 @@ class CppLayerNorm(TorchLayerNorm):
 
 
 class CppLinear(CompiledLinear):
-    """Weights in panels of outputs, each read once per product."""
-
     def __init__(self, ops: CppOps, weight: Matrices, bias: torch.Tensor | None, activation: str | None) -> None:
         parts = [part.contiguous() for part in ([weight] if isinstance(weight, torch.Tensor) else weight)]
         outputs, inputs, count = sum(map(len, parts)), parts[0].shape[1], len(parts)

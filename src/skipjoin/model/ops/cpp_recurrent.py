@@ -71,8 +71,6 @@ class _Gate(ctypes.Structure):
 
 
 class CppRecurrent:
-    """`RecurrentOps` whose bits do not depend on how prompts are cut, nor on the batch."""
-
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
         sizes = {"convolve": _Convolve, "recur": _Recur, "scan": _Scan, "average": _Average, "gate": _Gate}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
@@ -143,8 +141,6 @@ class CppRecurrent:
 
 
 class _SequenceArrays:
-    """Arguments of a batch, and the memory to which they point."""
-
     def __init__(self, batch: PackedBatch) -> None:
         starts, slots = _array(batch.starts), _array(batch.states)
         captures = _array(number for capture in batch.captures for number in capture)

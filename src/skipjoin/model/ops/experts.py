@@ -1,5 +1,3 @@
-"""Experts by the operations of torch: the reference of the others."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from skipjoin.model.ops.base import Linear, Norm, Routed
 
 
 def route(logits: torch.Tensor, per_row: int, *, among: bool, scale: float = 1.0) -> Routed:
-    """Choose the largest logits of each row, the first of equal ones; see `LayerOps.experts`."""
+    """See `LayerOps.experts`."""
     # `topk` leaves open which of equal numbers it returns.
     numbers = logits.float()
     ordered, chosen = numbers.sort(dim=-1, descending=True, stable=True)
@@ -21,8 +19,6 @@ def route(logits: torch.Tensor, per_row: int, *, among: bool, scale: float = 1.0
 
 
 class LoopedExperts:
-    """Experts of which one after the other multiplies its rows."""
-
     def __init__(
         self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
     ) -> None:

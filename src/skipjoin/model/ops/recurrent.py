@@ -1,4 +1,4 @@
-"""Layers with a state of constant size instead of KV by the operations of torch: the reference of the others."""
+"""Layers with a state instead of KV, by the operations of torch: the reference of the others."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ class ConvolutionInputs(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """Causal convolution of each channel.
-
-    Attributes:
-        weights: float32 [kernel, channels], oldest input first.
-        bias: float32 [channels], or None.
-        is_gated: Whether silu follows.
-    """
+    """Causal convolution by float32 weights [kernel, channels], oldest first, and a bias; silu may follow."""
 
     weights: torch.Tensor
     bias: torch.Tensor | None = None
@@ -47,8 +41,7 @@ class Recurrence(NamedTuple):
     value that is learned; Mamba-2's values are multiplied by steps in [least, most].
 
     Attributes:
-        log_a, decay_bias: float32 [heads]; None if inputs have logarithms of decays, or those of each key, and shares,
-            in float32.
+        log_a, decay_bias: float32 [heads]; None if inputs have logarithms of decays, or of each key's, and shares.
         skip: float32 [heads], factor of values that are added to outputs, or None.
     """
 
@@ -77,8 +70,7 @@ class Scan(NamedTuple):
     exp(a * step) before each token.
 
     Attributes:
-        a: float32 [key_dim, channels].
-        step_bias: float32 [channels]; None, as `a`, if inputs have logarithms of decays in float32.
+        a: float32 [key_dim, channels]; None, as `step_bias`, if inputs have logarithms of decays in float32.
         skip: float32 [channels], factor of values that are added to outputs, or None.
     """
 
@@ -125,10 +117,7 @@ class Gate(NamedTuple):
 
 
 class RecurrentOps(Protocol):
-    """Operations that read and write the states of a layer in the slots `PackedBatch.states`.
-
-    A sequence that begins has states of zeros, whatever its slot has.
-    """
+    """Operations that read and write a layer's states in the slots `PackedBatch.states`; a new sequence has zeros."""
 
     def convolve(
         self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
@@ -137,11 +126,7 @@ class RecurrentOps(Protocol):
         ...
 
     def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Return [T, heads * value_dim].
-
-        Args:
-            states: float32 [slots, heads, key_dim, value_dim].
-        """
+        """Return [T, heads * value_dim]; `states` are float32 [slots, heads, key_dim, value_dim]."""
         ...
 
     def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -160,11 +145,9 @@ class RecurrentOps(Protocol):
 
 
 class _Part(NamedTuple):
-    """Tokens of one sequence, or one of each of several.
+    """Tokens [sequences, tokens] of one sequence, or one of each of several.
 
     Attributes:
-        rows: [sequences, tokens].
-        slots: Of states, [sequences].
         continues: Whether a state is that of earlier tokens, [sequences].
         copies: Further slots to write the state of one sequence to.
     """

@@ -1,4 +1,4 @@
-"""Products of weights in 8-bit floats (e4m3) with a scale per output, and inputs rounded likewise, a scale per row."""
+"""Products of weights in 8-bit floats (e4m3) with a scale per output, and inputs rounded likewise by row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _TOLERANCE = 0.02
 
 
 def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers [n, m] as codes and float32 scales [n, 1]; zeros have the smallest scale."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (wide / scales).clamp(-_LARGEST, _LARGEST).to(FP8), scales
@@ -71,7 +70,6 @@ class ScaledLinear(TorchLinear):
 
 
 def scaled_kind(ops: LayerOps) -> type[ScaledLinear]:
-    """Return the class of 8-bit linear layers that compute activation functions as `ops` do."""
     if type(ops) is TorchOps:
         return ScaledLinear
     from skipjoin.model.ops.triton_ops import TritonScaled  # noqa: PLC0415 (for cards)

@@ -95,7 +95,6 @@ TORCH_MASK_OPS = MaskOps(_torch_remove_tokens, _torch_best_allowed, _torch_best)
 
 
 def _biases(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
-    """Return float32 [len(masks), vocab]: 0 for allowed tokens, else -inf."""
     # Packed, because the copy is 32 times as large otherwise.
     index = to_device(torch.from_numpy(masks.view(np.uint8)), logits.device).int().flatten()
     return _bias_of_bytes(logits.device).index_select(0, index).view(len(masks), -1)[:, : logits.shape[1]]

@@ -18,8 +18,6 @@ from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps, joined
 
 
 class TritonOps(TorchOps):
-    """torch's products (cuBLAS), with Triton kernels in between, on the current CUDA device."""
-
     name = path = "triton"
 
     def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
@@ -113,7 +111,6 @@ class TritonNorm:
         return self._normalized(total, product)
 
     def with_key(self, key: TritonNorm) -> HeadWeights | None:
-        """Return both norms as one, if they are root mean square norms of the same kind."""
         settings = [(norm._eps, norm._offset, norm._centre, norm._bias) for norm in (self, key)]
         if settings[0] != settings[1] or self._centre or self._bias is not None:
             return None
@@ -128,8 +125,6 @@ class TritonNorm:
 
 
 class InvariantOps(TritonOps):
-    """Batch-invariant `TritonOps`: the rows of products do not depend on the batch."""
-
     def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return InvariantLinear(joined(weight), bias, activation)
 

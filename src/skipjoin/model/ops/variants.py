@@ -1,4 +1,4 @@
-"""Sources, flags and processor variants of the compiled operations. The build of wheels reads this file alone."""
+"""Sources, flags and processor variants of compiled operations. The build of wheels reads this file alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Attention of whole texts by torch."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +15,6 @@ _QUERIES = 256
 
 
 def attend_whole(heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
-    """Attend as `LayerOps.attend_whole`: segments run one by one, so that no padding is computed."""
     query = heads.query
     if how.cos_sin is not None:
         rotate(query, heads.key, batch.positions, how.cos_sin)
@@ -36,7 +33,6 @@ def attend_whole(heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tens
 
 
 def _mask(how: WholeText, length: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return what is added to the scores of a text, [heads, length, length]."""
     if how.by_distance is None:
         return None
     at = torch.arange(length, device=how.by_distance.device)

@@ -52,8 +52,8 @@ def test_zero_top_p_keeps_the_most_likely_token():
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls of the interpreter")
 def test_every_pass_quarters_the_range(monkeypatch):
     """Sixteen passes determine 31 bits; halving the range would take 31."""
-    passes, counts = [], thresholds._counts
-    monkeypatch.setattr(thresholds, "_counts", lambda *args: passes.append(1) or counts(*args))
+    passes, totals = [], thresholds._totals
+    monkeypatch.setattr(thresholds, "_totals", lambda *args: passes.append(1) or totals(*args))
     everything = torch.ones(1, dtype=torch.float64)
     bisected_thresholds(rows(1, "smooth"), torch.tensor([40]), everything)
     assert 8 <= len(passes) <= 16

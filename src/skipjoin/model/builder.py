@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -9,32 +10,27 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.modules import Embedding, ProjectionNorm, SpreadNorm, SummedLinear
 from skipjoin.model.ops.base import HeadNorm, LayerOps, Linear, LookedUp, Norm
-from skipjoin.model.parallel import Group
+from skipjoin.model.parallel import Group, Shard
 from skipjoin.model.weights import Matrix, Weights
 
 
+@dataclass
 class Builder:
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        ops: LayerOps,
-        attention: AttentionBackend,
-        group: Group,
-        *,
-        dtype: torch.dtype,
-        adapters: Adapters,
-    ) -> None:
-        self.config = config
-        self.weights = weights
-        self.ops = ops
-        self.attention = attention
-        self.group = group
-        self.shard = group.shard
-        self.dtype = dtype
-        self.adapters = adapters
-        # Parameters are those that a token uses, and `expert_bytes` a part of `weight_bytes`.
-        self.weight_bytes = self.expert_bytes = self.parameters = 0
+    config: ModelConfig
+    weights: Weights
+    ops: LayerOps
+    attention: AttentionBackend
+    group: Group
+    dtype: torch.dtype
+    adapters: Adapters
+    weight_bytes: int = 0
+    # Of these, those of experts; parameters are those that a token uses.
+    expert_bytes: int = 0
+    parameters: int = 0
+
+    @property
+    def shard(self) -> Shard:
+        return self.group.shard
 
     def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
         return self.counted(self.weights.take(name, *shape, rows=rows))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Matrices, Norm, Product
+from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Matrices, Product
 from skipjoin.model.ops.torch_ops import joined
 from skipjoin.model.weights import Matrix, Stack, Weights, wanted_part
 
@@ -63,14 +63,7 @@ class PlannedProduct:
     def __init__(self, weight_bytes: int) -> None:
         self.weight_bytes = weight_bytes
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def _compute(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError
 
-    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        raise NotImplementedError
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    __call__ = shifted = add_to = rows = _compute

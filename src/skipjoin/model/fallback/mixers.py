@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ _CACHES = ("cache_params", "past_key_values")
 # Functions that activate the sums of a convolution.
 _GATED = ("silu", "swish")
 _here = threading.local()
+T = TypeVar("T")
 
 
 class StateShape(NamedTuple):
@@ -46,20 +48,6 @@ class StateShape(NamedTuple):
     key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
-
-
-class Mixing(Protocol):
-    """What functions of modeling code do in a layer; `make` returns their parameters."""
-
-    def begin(self) -> None: ...
-
-    def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor: ...
-
-    def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor: ...
-
-    def scan(self, inputs: ScanInputs, make: Callable[[], Scan]) -> torch.Tensor: ...
-
-    def average(self, key: torch.Tensor, value: torch.Tensor, make: Callable[[], Average]) -> torch.Tensor: ...
 
 
 def mixers(model: Any) -> dict[str, Any]:
@@ -276,6 +264,8 @@ BLOCK_PRODUCTS = "skipjoin_products"
 
 
 class MixingRecorder:
+    """Records the shape of the state in place of `SlotMixing`."""
+
     def __init__(self) -> None:
         self.shape = StateShape()
 
@@ -317,46 +307,51 @@ class MixingRecorder:
 
 
 class SlotMixing:
+    """What functions of modeling code do in a layer, given rows of a packed batch and what makes their parameters."""
+
     def __init__(self, ops: RecurrentOps, layer: int, step: Callable[[], LayerInputs]) -> None:
         self._ops, self._layer, self._step = ops, layer, step
-        self._convolutions: list[Convolution] = []
-        self._recurrence: Recurrence | None = None
-        self._average: Average | None = None
-        self._scans: list[Scan] = []
-        self._convolved = self._scanned = self._channels = 0
+        # Parameters of each function, in the order of its calls in a step.
+        self._made: dict[str, list[Any]] = defaultdict(list)
+        self.begin()
 
     def begin(self) -> None:
-        self._convolved = self._scanned = self._channels = 0
+        self._calls: Counter[str] = Counter()
+        self._channels = 0
 
     def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor:
-        if self._convolved == len(self._convolutions):
-            self._convolutions.append(make())
-        of, first = self._convolutions[self._convolved], self._channels
-        self._convolved, self._channels = self._convolved + 1, first + inputs.x.shape[1]
+        _, of = self._parameters("convolve", make)
+        first, self._channels = self._channels, self._channels + inputs.x.shape[1]
         states, batch = self._of_step()
         return self._ops.convolve(inputs, of, states.inputs(self._layer)[..., first : self._channels], batch)
 
     def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor:
-        if self._recurrence is None:
-            self._recurrence = make()
+        _, of = self._parameters("recur", make)
         states, batch = self._of_step()
-        return self._ops.recur(inputs, self._recurrence, states.matrices(self._layer), batch)
+        return self._ops.recur(inputs, of, states.matrices(self._layer), batch)
 
     def scan(self, inputs: ScanInputs, make: Callable[[], Scan]) -> torch.Tensor:
-        head = self._scanned
-        self._scanned += 1
-        if head == len(self._scans):
-            self._scans.append(make())
+        head, of = self._parameters("scan", make)
         states, batch = self._of_step()
-        return self._ops.scan(inputs, self._scans[head], states.matrices(self._layer)[:, head], batch)
+        return self._ops.scan(inputs, of, states.matrices(self._layer)[:, head], batch)
 
     def average(self, key: torch.Tensor, value: torch.Tensor, make: Callable[[], Average]) -> torch.Tensor:
-        if self._average is None:
-            self._average = make()
+        _, of = self._parameters("average", make)
         states, batch = self._of_step()
-        return self._ops.average(key, value, self._average, states.matrices(self._layer)[:, 0], batch)
+        return self._ops.average(key, value, of, states.matrices(self._layer)[:, 0], batch)
+
+    def _parameters(self, function: str, make: Callable[[], T]) -> tuple[int, T]:
+        """Return the number of a call in this step, and its parameters, which the first step makes."""
+        number, made = self._calls[function], self._made[function]
+        self._calls[function] += 1
+        if number == len(made):
+            made.append(make())
+        return number, made[number]
 
     def _of_step(self) -> tuple[StateCache, PackedBatch]:
         step = self._step()
         assert step.kv.states is not None
         return step.kv.states, step.batch
+
+
+Mixing = MixingRecorder | SlotMixing

@@ -141,24 +141,18 @@ def with_biases(
     )
 
 
-def _by_heads(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, None]:
-    """Replace `_attn` of GPT-J and CodeGen: [1, heads, T, dim]."""
-    out, _ = attend(
-        module, query.to(value.dtype), key.to(value.dtype), value, mask, scaling=1 / float(module.scale_attn)
-    )
-    return out.transpose(1, 2), None
+def _by_heads(scale_of: Callable[[Any], float]) -> Call:
+    """Return what replaces `_attn`, of [1, heads, T, dim]. Modules of GPT-Neo know their window."""
 
+    def call(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        if getattr(module, "attention_type", "") == "local" and mask is not None:
+            mask = torch.full_like(mask, module.config.window_size)
+        out, _ = attend(module, query.to(value.dtype), key.to(value.dtype), value, mask, scaling=scale_of(module))
+        return out.transpose(1, 2), None
 
-def _neo(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, None]:
-    """Replace `_attn` of GPT-Neo, whose module knows its window."""
-    if module.attention_type == "local" and mask is not None:
-        mask = torch.full_like(mask, module.config.window_size)
-    out, _ = attend(module, query, key, value, mask, scaling=1.0)
-    return out.transpose(1, 2), None
+    return call
 
 
 def _bloom(
@@ -194,13 +188,6 @@ def _mpt(
         attention_mask = attention_mask.new_zeros(attention_mask.shape, dtype=torch.int64)
     out, _ = attend(module, query, key, value, attention_mask, scaling=module.softmax_scale, slopes=slopes)
     return module.out_proj(out.flatten(2)), None
-
-
-def _japanese(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, None]:
-    out, _ = attend(module, query, key, value, mask, scaling=1 / module.norm_factor)
-    return out.transpose(1, 2), None
 
 
 def _falcon(
@@ -333,12 +320,12 @@ def _sorted_by_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor,
 _SPLIT_WEIGHTS = {"ZambaMambaMixer": ("x_proj_weight", "dt_proj_weight"), "JetMoeParallelExperts": ("weight",)}
 # The method that is replaced, by the class of the module.
 _TABLE: dict[str, tuple[str, Call]] = {
-    "GPTJAttention": ("_attn", _by_heads),
-    "CodeGenAttention": ("_attn", _by_heads),
-    "GPTNeoSelfAttention": ("_attn", _neo),
+    "GPTJAttention": ("_attn", _by_heads(lambda module: 1 / float(module.scale_attn))),
+    "CodeGenAttention": ("_attn", _by_heads(lambda module: 1 / float(module.scale_attn))),
+    "GPTNeoSelfAttention": ("_attn", _by_heads(lambda _: 1.0)),
     "BloomAttention": ("forward", _bloom),
     "MptAttention": ("forward", _mpt),
-    "GPTNeoXJapaneseAttention": ("_attn", _japanese),
+    "GPTNeoXJapaneseAttention": ("_attn", _by_heads(lambda module: 1 / module.norm_factor)),
     "FalconAttention": ("forward", _falcon),
     "FalconLinear": ("forward", _falcon_linear),
     "DogeAttention": ("forward", _doge),

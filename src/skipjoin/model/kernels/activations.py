@@ -19,15 +19,9 @@ def _gelu_tanh(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gate_and_mul_kernel(
-    x: tl.tensor,
-    out: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
-    GATE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SLOPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor,
+    GATE: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -57,14 +51,9 @@ def gate_and_mul(x: torch.Tensor, function: str) -> torch.Tensor:
 
 @triton.jit
 def bias_and_activation_kernel(
-    x: tl.tensor,
-    bias: tl.tensor,
-    width: tl.tensor,
-    x_stride: tl.tensor,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, bias: tl.tensor, width: tl.tensor, x_stride: tl.tensor,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     held = x + tl.program_id(0).to(tl.int64) * x_stride + column

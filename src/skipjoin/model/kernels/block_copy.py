@@ -19,16 +19,10 @@ _SPAN_CHUNK = 512
 # One version for all numbers of blocks and all alignments of their ids, so that no step waits for a compilation.
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["target_ids", "source_ids"])
 def _copy(
-    target: tl.tensor,
-    source: tl.tensor,
-    target_ids: tl.tensor,
-    source_ids: tl.tensor,
-    blocks: tl.tensor,
-    words: tl.tensor,
-    target_stride: tl.tensor,
-    source_stride: tl.tensor,
+    target: tl.tensor, source: tl.tensor, target_ids: tl.tensor, source_ids: tl.tensor, blocks: tl.tensor,
+    words: tl.tensor, target_stride: tl.tensor, source_stride: tl.tensor,
     CHUNK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     chunks = tl.cdiv(words, CHUNK)
     for work in range(tl.program_id(0), blocks * chunks, tl.num_programs(0)):
         block = work // chunks
@@ -57,16 +51,10 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Te
 
 @triton.jit(do_not_specialize=["count"])
 def _copy_slots(
-    target: tl.tensor,
-    source: tl.tensor,
-    spans: tl.tensor,
-    count: tl.tensor,
-    heads: tl.tensor,
-    block_words: tl.tensor,
-    slot_words: tl.tensor,
-    head_words: tl.tensor,
+    target: tl.tensor, source: tl.tensor, spans: tl.tensor, count: tl.tensor, heads: tl.tensor,
+    block_words: tl.tensor, slot_words: tl.tensor, head_words: tl.tensor,
     CHUNK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     for work in range(tl.program_id(0), count * heads, tl.num_programs(0)):
         span, head = work // heads, work % heads
         first = head * head_words + tl.load(spans + 2 * count + span) * slot_words

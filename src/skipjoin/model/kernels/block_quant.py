@@ -47,19 +47,10 @@ def _head_of(work: tl.tensor, heads: tl.tensor, ids: tl.tensor) -> tuple[tl.tens
 
 @triton.jit(do_not_specialize=["blocks", "last"], do_not_specialize_on_alignment=_IDS)
 def _quantize(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    device: tl.tensor,
-    target_ids: tl.tensor,
-    source_ids: tl.tensor,
-    blocks: tl.tensor,
-    last: tl.tensor,
-    heads: tl.tensor,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    codes: tl.tensor, scales: tl.tensor, device: tl.tensor, target_ids: tl.tensor, source_ids: tl.tensor,
+    blocks: tl.tensor, last: tl.tensor, heads: tl.tensor,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)
@@ -101,19 +92,10 @@ def _quantize(
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=_IDS)
 def _dequantize(
-    device: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    target_ids: tl.tensor,
-    source_ids: tl.tensor,
-    blocks: tl.tensor,
-    heads: tl.tensor,
-    most: tl.tensor,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    device: tl.tensor, codes: tl.tensor, scales: tl.tensor, target_ids: tl.tensor, source_ids: tl.tensor,
+    blocks: tl.tensor, heads: tl.tensor, most: tl.tensor,
+    TOKENS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)

@@ -73,18 +73,10 @@ def _chunks(
 
 @jit
 def _share_out(
-    items: tl.tensor,
-    sequences: tl.tensor,
-    total: tl.tensor,
-    context_lens: tl.tensor,
-    backward: tl.tensor,
-    segments: tl.tensor,
-    query_start: tl.tensor,
-    count: tl.tensor,
-    window: tl.tensor,
-    INDEXED: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    items: tl.tensor, sequences: tl.tensor, total: tl.tensor, context_lens: tl.tensor, backward: tl.tensor,
+    segments: tl.tensor, query_start: tl.tensor, count: tl.tensor, window: tl.tensor,
+    INDEXED: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
@@ -124,39 +116,14 @@ def _share_out(
 
 @jit
 def _decode(
-    out: tl.tensor,
-    sums: tl.tensor,
-    stats: tl.tensor,
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_scales: tl.tensor,
-    value_scales: tl.tensor,
-    tables: tl.tensor,
-    items: tl.tensor,
-    total_items: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.tensor,
-    inner: tl.tensor,
-    query_token: tl.tensor,
-    query_head: tl.tensor,
-    block_stride: tl.tensor,
-    table_width: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-    DOT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
+    out: tl.tensor, sums: tl.tensor, stats: tl.tensor, query: tl.tensor, keys: tl.tensor, values: tl.tensor,
+    key_scales: tl.tensor, value_scales: tl.tensor, tables: tl.tensor, items: tl.tensor, total_items: tl.tensor,
+    sinks: tl.tensor, scale: tl.tensor, inner: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
+    block_stride: tl.tensor, table_width: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, UPCAST: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    DOT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
     """Attend for all query heads of a group, over a strided subset of the items.
 
     A program is (key-value head, number). Heads are the first grid axis because the keys of a block's heads are
@@ -283,15 +250,9 @@ def _decode(
 
 @jit
 def _reduce(
-    out: tl.tensor,
-    sums: tl.tensor,
-    stats: tl.tensor,
-    sequences: tl.tensor,
-    sinks: tl.tensor,
-    SINKS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, sinks: tl.tensor,
+    SINKS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     record = sequences + tl.program_id(0) * _SEQUENCE
     first = tl.load(record)
     chunks = tl.load(record + 1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.model.kernels.paged import INTERPRETED
-from skipjoin.model.kernels.products import tiles
+from skipjoin.model.kernels.products import multiplied, tiles
 
 # Rows per program: few, because a decode has few rows per expert. Not tuned on a GPU.
 BLOCK_ROWS = 32
@@ -42,23 +42,11 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def expert_product_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    slots: tl.tensor,
-    experts: tl.tensor,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, slots: tl.tensor, experts: tl.tensor,
     x_stride: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    OUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, OUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
+    UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     expert = tl.load(experts + tl.program_id(0))
     if expert < EXPERTS:
         slot = tl.load(slots + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))
@@ -67,18 +55,7 @@ def expert_product_kernel(
         # Rows of no slot read the first one, and are not written.
         left = x + (tl.maximum(slot, 0) // PER_ROW)[:, None] * x_stride + place[None, :]
         right = weight + (expert * OUTS + tl.minimum(column, OUTS - 1))[None, :] * INPUTS + place[:, None]
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, INPUTS, BLOCK_K):
-            if INPUTS % BLOCK_K == 0:
-                a = tl.load(left + start)
-                b = tl.load(right + start)
-            else:
-                a = tl.load(left + start, mask=(start + place < INPUTS)[None, :], other=0.0)
-                b = tl.load(right + start, mask=(start + place < INPUTS)[:, None], other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = multiplied(tl.zeros((BLOCK_M, BLOCK_N), tl.float32), left, right, INPUTS, UPCAST, BLOCK_K)
         if BIAS:
             acc += tl.load(bias + expert * OUTS + column, mask=column < OUTS, other=0.0).to(tl.float32)[None, :]
         inside = (slot >= 0)[:, None] & (column < OUTS)[None, :]

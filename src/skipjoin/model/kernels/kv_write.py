@@ -26,19 +26,10 @@ def _scaled(
 
 @triton.jit
 def _head(
-    source: tl.tensor,
-    own: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
+    source: tl.tensor, own: tl.tensor, cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, eps: tl.tensor,
     offset: tl.tensor,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    NORMED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    DIM: tl.constexpr, PAIRS: tl.constexpr, NORMED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Return both values of the pairs, normalized and rotated, and the values that are no pairs."""
     pairs = tl.arange(0, BLOCK_P)[None, :]
     rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
@@ -93,41 +84,14 @@ def _codes(numbers: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 @jit
 def _kv_write(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_scales: tl.tensor,
-    value_scales: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    cos_sin: tl.tensor,
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    eps: tl.tensor,
-    offset: tl.tensor,
-    query_token: tl.tensor,
-    query_head: tl.tensor,
-    key_token: tl.tensor,
-    key_head: tl.tensor,
-    value_token: tl.tensor,
-    value_head: tl.tensor,
-    block_stride: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORMED: tl.constexpr,
-) -> None:
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor,
+    value_scales: tl.tensor, slots: tl.tensor, positions: tl.tensor, cos_sin: tl.tensor, query_weight: tl.tensor,
+    key_weight: tl.tensor, eps: tl.tensor, offset: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
+    key_token: tl.tensor, key_head: tl.tensor, value_token: tl.tensor, value_head: tl.tensor, block_stride: tl.tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr,
+) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE

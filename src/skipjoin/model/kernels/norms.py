@@ -16,26 +16,11 @@ _PER_PROGRAM = 2048
 # The number of rows varies between steps, so one version serves all.
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
-    x: tl.tensor,
-    product: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    x_stride: tl.tensor,
-    head_stride: tl.tensor,
-    eps: tl.tensor,
-    offset: tl.tensor,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CENTRE: tl.constexpr,
-    ADD: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x: tl.tensor, product: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor,
+    x_stride: tl.tensor, head_stride: tl.tensor, eps: tl.tensor, offset: tl.tensor,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, CENTRE: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)

@@ -56,13 +56,9 @@ def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE
 
 @triton.jit
 def token_rows(
-    blocks: tl.tensor,
-    index: tl.tensor,
-    last: tl.tensor,
-    block_stride: tl.tensor,
-    slot_step: tl.tensor,
+    blocks: tl.tensor, index: tl.tensor, last: tl.tensor, block_stride: tl.tensor, slot_step: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return element offsets of tokens in a layer's cache, with `slot_step` elements between consecutive slots.
 
     Tokens after `last` get its row, which holds finite values, so that their loads need no mask.

@@ -29,33 +29,12 @@ SHORT_ROWS = 64
 
 @triton.jit
 def _tiles(
-    acc: tl.tensor,
-    total: tl.tensor,
-    top: tl.tensor,
-    q: tl.tensor,
-    own: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    context: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_scales: tl.tensor,
-    value_scales: tl.tensor,
-    table: tl.tensor,
-    block_stride: tl.tensor,
-    step: tl.tensor,
-    scale: tl.tensor,
-    inner: tl.tensor,
-    window: tl.tensor,
-    MASKED: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    acc: tl.tensor, total: tl.tensor, top: tl.tensor, q: tl.tensor, own: tl.tensor, low: tl.tensor, high: tl.tensor,
+    context: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    table: tl.tensor, block_stride: tl.tensor, step: tl.tensor, scale: tl.tensor, inner: tl.tensor, window: tl.tensor,
+    MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, UPCAST: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = tl.maximum(context - 1, 0)
@@ -94,39 +73,14 @@ def _tiles(
 
 @jit
 def _prefill(
-    out: tl.tensor,
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    key_scales: tl.tensor,
-    value_scales: tl.tensor,
-    tables: tl.tensor,
-    context_lens: tl.tensor,
-    backward: tl.tensor,
-    query_start: tl.tensor,
-    tiles: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.tensor,
-    inner: tl.tensor,
-    window: tl.tensor,
-    query_token: tl.tensor,
-    query_head: tl.tensor,
-    block_stride: tl.tensor,
-    table_width: tl.tensor,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-) -> None:
+    out: tl.tensor, query: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor,
+    value_scales: tl.tensor, tables: tl.tensor, context_lens: tl.tensor, backward: tl.tensor, query_start: tl.tensor,
+    tiles: tl.tensor, sinks: tl.tensor, scale: tl.tensor, inner: tl.tensor, window: tl.tensor, query_token: tl.tensor,
+    query_head: tl.tensor, block_stride: tl.tensor, table_width: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, WINDOWED: tl.constexpr, UPCAST: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
     """Attend for a (key-value head, tile). Row r of the tile is token r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0)
     segment = tl.load(tiles + tl.program_id(1) * 2)

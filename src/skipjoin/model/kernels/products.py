@@ -12,29 +12,13 @@ from skipjoin.model.kernels.paged import INTERPRETED
 _WIDE = 8192
 
 
-@triton.jit(do_not_specialize=["rows"])
-def product_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    x_stride: tl.tensor,
-    OUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+@triton.jit
+def multiplied(
+    acc: tl.tensor, left: tl.tensor, right: tl.tensor,
+    INPUTS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return `acc` plus products of inputs, given the places of the first BLOCK_K of them."""
     place = tl.arange(0, BLOCK_K)
-    # The last rows are read again, and not written.
-    left = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + place[None, :]
-    right = weight + tl.minimum(column, OUTS - 1).to(tl.int64)[None, :] * INPUTS + place[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, INPUTS, BLOCK_K):
         if INPUTS % BLOCK_K == 0:
             a = tl.load(left + start)
@@ -46,6 +30,22 @@ def product_kernel(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_kernel(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, x_stride: tl.tensor,
+    OUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    # The last rows are read again, and not written.
+    left = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride + place[None, :]
+    right = weight + tl.minimum(column, OUTS - 1).to(tl.int64)[None, :] * INPUTS + place[:, None]
+    acc = multiplied(tl.zeros((BLOCK_M, BLOCK_N), tl.float32), left, right, INPUTS, UPCAST, BLOCK_K)
     if BIAS:
         acc += tl.load(bias + column, mask=column < OUTS, other=0.0).to(tl.float32)[None, :]
     inside = (row < rows)[:, None] & (column < OUTS)[None, :]

@@ -23,35 +23,23 @@ def _magnitudes(row: tl.tensor, start: tl.tensor, vocab: tl.tensor, BLOCK: tl.co
 
 
 @triton.jit
-def _counts(
-    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the numbers of values with a magnitude of at most each of the three, which are finite."""
-    one = tl.zeros((BLOCK,), tl.int32)
-    two = tl.zeros((BLOCK,), tl.int32)
-    three = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
-        _, magnitude = _magnitudes(row, start, vocab, BLOCK)
-        one += (magnitude <= first).to(tl.int32)
-        two += (magnitude <= second).to(tl.int32)
-        three += (magnitude <= third).to(tl.int32)
-    return tl.sum(one), tl.sum(two), tl.sum(three)
-
-
-@triton.jit
-def _sums(
-    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    one = tl.zeros((BLOCK,), tl.float32)
-    two = tl.zeros((BLOCK,), tl.float32)
-    three = tl.zeros((BLOCK,), tl.float32)
+def _totals(
+    row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Return the numbers (COUNT) or sums of values with a magnitude of at most each of the three, which are finite."""
+    kind = tl.int32 if COUNT else tl.float32
+    wide = tl.int32 if COUNT else tl.float64
+    one = tl.zeros((BLOCK,), kind)
+    two = tl.zeros((BLOCK,), kind)
+    three = tl.zeros((BLOCK,), kind)
     for start in range(0, vocab, BLOCK):
         values, magnitude = _magnitudes(row, start, vocab, BLOCK)
-        shares = tl.exp(values)
-        one += tl.where(magnitude <= first, shares, 0.0)
-        two += tl.where(magnitude <= second, shares, 0.0)
-        three += tl.where(magnitude <= third, shares, 0.0)
-    return tl.sum(one.to(tl.float64)), tl.sum(two.to(tl.float64)), tl.sum(three.to(tl.float64))
+        shares = tl.full((BLOCK,), 1, tl.int32) if COUNT else tl.exp(values)
+        one += tl.where(magnitude <= first, shares, 0)
+        two += tl.where(magnitude <= second, shares, 0)
+        three += tl.where(magnitude <= third, shares, 0)
+    return tl.sum(one.to(wide)), tl.sum(two.to(wide)), tl.sum(three.to(wide))
 
 
 @triton.jit
@@ -65,10 +53,7 @@ def _least(
         middle = low + (limit - low) // 2
         first = low + quarter
         third = middle + quarter
-        if COUNT:
-            one, two, three = _counts(row, vocab, first, middle, third, BLOCK)
-        else:
-            one, two, three = _sums(row, vocab, first, middle, third, BLOCK)
+        one, two, three = _totals(row, vocab, first, middle, third, COUNT, BLOCK)
         low = tl.where(one >= enough, low, tl.where(two >= enough, first, tl.where(three >= enough, middle, third)) + 1)
         limit = tl.where(one >= enough, first, tl.where(two >= enough, middle, tl.where(three >= enough, third, limit)))
     return limit
@@ -76,14 +61,9 @@ def _least(
 
 @triton.jit
 def thresholds_kernel(
-    scaled: tl.tensor,
-    row_stride: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    out: tl.tensor,
-    vocab: tl.tensor,
+    scaled: tl.tensor, row_stride: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, out: tl.tensor, vocab: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     index = tl.program_id(0).to(tl.int64)  # rows times vocabulary may pass 2**31
     row = scaled + index * row_stride
     k, p = tl.load(top_k + index), tl.load(top_p + index)
@@ -93,10 +73,10 @@ def thresholds_kernel(
     if p < 1:
         # Of values equal to the last one that top_k keeps, only as many count as are needed for k.
         below = limit - 1
-        sums = _sums(row, vocab, limit, below, below, BLOCK)
+        sums = _totals(row, vocab, limit, below, below, False, BLOCK)
         wanted = sums[0]
         if k < vocab:
-            count = _counts(row, vocab, below, below, below, BLOCK)[0]
+            count = _totals(row, vocab, below, below, below, True, BLOCK)[0]
             edge = -limit.to(tl.float32, bitcast=True)
             wanted = sums[1] + (k - count) * tl.exp(edge).to(tl.float64)
         limit = _least(row, vocab, limit, p * wanted, False, BLOCK)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_ops_invariance import TARGETS, compiled
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.layers import advance
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype

@@ -9,14 +9,13 @@ from safetensors import SafetensorError, safe_open
 
 from skipjoin.kv_format import CacheFormat
 from skipjoin.model.adapters import Adapters
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
 from skipjoin.model.config import DenseSettings, ModelConfig, PoolingSettings
 from skipjoin.model.errors import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards

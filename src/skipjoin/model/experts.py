@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.ops.base import GATED, Experts, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
 from skipjoin.model.self_attention import SelfAttention

@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from skipjoin.model.adapters import AdaptedLinear
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.self_attention import SelfAttention

@@ -7,14 +7,14 @@ from typing import Protocol
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
 from skipjoin.model.config import StateSettings
 from skipjoin.model.experts import ExpertMLP
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED, Linear, Norm
 from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
-from skipjoin.model.self_attention import SelfAttention
+from skipjoin.model.self_attention import SelfAttention, attended
 
 _SIGMOID = Gate(GateKind.SIGMOID)
 
@@ -160,16 +160,9 @@ class GatedAttention:
         of = self._of
         joined = of.qkv(x).view(len(x), -1, of.dim)
         query, gate, key, value = joined.split([of.heads, of.heads, of.kv_heads, of.kv_heads], dim=1)
-        assert of.qk_norms is not None
-        if of.head_weights is None:
-            query, key = of.qk_norms[0](query), of.qk_norms[1](key)
-        attended = step.attention.attend(
-            query, key, value, step.kv, step.batch,
-            layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
-            norms=of.head_weights,
-        )  # fmt: skip
-        self._ops.gate(attended.view(len(x), 1, -1), gate.flatten(1), _SIGMOID)
-        return of.output.add_to(attended, total, then)
+        out = attended(of, (query, key, value), step)
+        self._ops.gate(out.view(len(x), 1, -1), gate.flatten(1), _SIGMOID)
+        return of.output.add_to(out, total, then)
 
 
 class SharedExperts:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
 from skipjoin.model.frequencies import inverse_frequencies
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import AttentionParts, HeadNorm, Linear, Norm
 from skipjoin.model.rope import RopeSettings
@@ -21,6 +21,14 @@ class Rotary:
         if rope.query_beta:
             turns = torch.arange(max_positions) // rope.original_max_positions
             self.query_scales = (1 + rope.query_beta * torch.log1p(turns.float())).to(device)
+
+
+def rotaries(builder: Builder, device: torch.device | str) -> dict[int, Rotary | None]:
+    """Return the rotary positions of this rank's layers, of which those with the same settings share a table."""
+    config = builder.config
+    own = {index: config.ropes[index] for index in builder.shard.layers(config)}
+    tables = {rope: Rotary(rope, config.max_positions, device) for rope in {*own.values()} if rope is not None}
+    return {index: None if rope is None else tables[rope] for index, rope in own.items()}
 
 
 class SelfAttention:
@@ -59,16 +67,21 @@ class SelfAttention:
         of = self.parts
         qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
         query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
-        if of.qk_norms is not None and of.head_weights is None:
-            query, key = of.qk_norms[0](query), of.qk_norms[1](key)
-        if of.query_scales is not None:
-            query = query * of.query_scales[step.batch.positions, None, None].to(query.dtype)
-        attended = step.attention.attend(
-            query, key, value, step.kv, step.batch,
-            layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
-            norms=of.head_weights,
-        )  # fmt: skip
-        return of.output.add_to(attended, total, then)
+        return of.output.add_to(attended(of, (query, key, value), step), total, then)
+
+
+def attended(of: AttentionParts, qkv: tuple[torch.Tensor, ...], step: LayerInputs) -> torch.Tensor:
+    """Return [T, heads * dim] of projected queries, keys and values."""
+    query, key, value = qkv
+    if of.qk_norms is not None and of.head_weights is None:
+        query, key = of.qk_norms[0](query), of.qk_norms[1](key)
+    if of.query_scales is not None:
+        query = query * of.query_scales[step.batch.positions, None, None].to(query.dtype)
+    return step.attention.attend(
+        query, key, value, step.kv, step.batch,
+        layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
+        norms=of.head_weights,
+    )  # fmt: skip
 
 
 def separate_attention(

@@ -64,10 +64,14 @@ class WeightFormat(ABC):
         """Return the minimum bytes of a matrix, for checks of the memory before it is loaded; None if not in codes."""
         return None
 
+    def product_bytes(self, source: Source, outputs: int, inputs: int) -> int | None:
+        """Return the same for a product of a tensor that was taken."""
+        return None
+
     def plan(self, source: Source) -> PlannedWeights:
         from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
 
-        return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), lambda *_: None)
+        return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), partial(self.product_bytes, source))
 
 
 _formats: dict[str, WeightFormat] = {}
@@ -249,11 +253,8 @@ class Int8(WeightFormat):
 
         return coded_bytes(outputs, inputs)
 
-    def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
-
-        size = partial(self.matrix_bytes, source, "")
-        return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), size)
+    def product_bytes(self, source: Source, outputs: int, inputs: int) -> int | None:
+        return self.matrix_bytes(source, "", outputs, inputs)
 
 
 @weight_format
@@ -278,11 +279,12 @@ class Fp8(WeightFormat):
         if ops.reads_codes:
             raise ModelError(f"quantization fp8 needs device cuda, where a CPU has int8; got {where}")
 
-    def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
+    def product_bytes(self, source: Source, outputs: int, inputs: int) -> int | None:
+        return outputs * inputs
 
+    def plan(self, source: Source) -> PlannedWeights:
         self._check(source)
-        return PlannedWeights(source.dtype, lambda *_: None, lambda outputs, inputs: outputs * inputs)
+        return super().plan(source)
 
     def _check(self, source: Source) -> None:
         if source.config.experts is not None:

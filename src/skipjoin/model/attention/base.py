@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -99,3 +100,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor: ...
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    batch: PackedBatch
+    kv: PagedKV
+    attention: AttentionBackend

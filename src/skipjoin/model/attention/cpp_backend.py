@@ -11,7 +11,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import WholeText, longest
 from skipjoin.model.ops.build import declare
-from skipjoin.model.ops.calls import CPP_DTYPES, AttentionCall, HeadsCall, cache_arguments, check_sizes
+from skipjoin.model.ops.calls import CPP_DTYPES, AttentionCall, HeadsCall, address, cache_arguments, check_sizes
 from skipjoin.model.ops.threads import threads_here
 
 
@@ -39,8 +39,7 @@ class CppAttention(AttentionBackend):
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), *cache_arguments(batch, kv),
-            count, key.shape[1], dim, window, softmax.scale, softmax.cap,
-            None if softmax.sinks is None else softmax.sinks.data_ptr(),
+            count, key.shape[1], dim, window, softmax.scale, softmax.cap, address(softmax.sinks),
         )  # fmt: skip
         self._run(CPP_DTYPES.index(query.dtype), arguments, threads_here())
         return out

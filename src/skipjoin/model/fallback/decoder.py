@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.batch import PackedBatch, chunked
 from skipjoin.model.builder import Builder
 from skipjoin.model.cuda import is_out_of_memory
@@ -22,7 +23,6 @@ from skipjoin.model.fallback.settings import Settings, fields, refusal, settings
 from skipjoin.model.fallback.trace import Attention, base_name
 from skipjoin.model.family import Family
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import Norm
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.errors import ModelError
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.ops.recurrent import (
     Average,
     Convolution,

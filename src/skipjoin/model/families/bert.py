@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from skipjoin.model.builder import Builder
-from skipjoin.model.config_fields import activation
 from skipjoin.model.errors import ModelError
-from skipjoin.model.families.encoder import Encoder, Layout
+from skipjoin.model.families.encoder import Encoder, Layout, architectures_of, encoder_fields
 from skipjoin.model.family import family
 from skipjoin.model.ops.base import by_distance
 
-_OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 # Of missing entries: those of the configuration classes in transformers.
 _DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0}
 _LARGEST_SIZE = 1 << 24
@@ -23,10 +21,6 @@ _LARGEST_SIZE = 1 << 24
 _BUCKETS, _EXACT, _FARTHEST = 32, 8, 128
 # The first positions of RoBERTa and MPNet, which no token has, are counted from the number of this token.
 _PADDED = ("Roberta", "XLMRoberta", "Camembert")
-
-
-def _architectures(**kinds: str) -> dict[str, str]:
-    return {f"{name}{output}": kind for name, kind in kinds.items() for output in _OUTPUTS}
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -37,33 +31,16 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         what = "is_decoder must be false" if raw.get("is_decoder") else f"positions must be absolute, got {kind!r:.80}"
         raise ModelError(f"config.json of this {architecture}: {what}")
     offset = int(raw["pad_token_id"]) + 1 if is_roberta else 0
-    return _common(raw) | {
+    return encoder_fields(raw) | {
         "max_positions": int(raw["max_position_embeddings"]) - offset,
         "type_vocab_size": int(raw["type_vocab_size"]),
         "position_offset": offset,
     }
 
 
-def _common(raw: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-    return {
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "norm_eps": float(raw["layer_norm_eps"]),
-        "tie_embeddings": True,
-        "activation": activation(raw.get("hidden_act", "gelu")),
-        "rope": None,
-        "attention_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        "norm_before": False,
-        "is_encoder": True,
-    }
-
-
 @family(
     "bert",
-    architectures=_architectures(Bert="bert"),
+    architectures=architectures_of(Bert="bert"),
     fields=_fields,
     prefix="bert.",
     sizes={"type_vocab_size": 1 << 10},
@@ -74,7 +51,7 @@ class BertEncoder(Encoder):
 
 @family(
     "roberta",
-    architectures=_architectures(Roberta="roberta", XLMRoberta="xlm-roberta", Camembert="camembert"),
+    architectures=architectures_of(Roberta="roberta", XLMRoberta="xlm-roberta", Camembert="camembert"),
     fields=_fields,
     prefix="roberta.",
     sizes={"type_vocab_size": 1 << 10},
@@ -89,7 +66,7 @@ def _electra_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]
 
 @family(
     "electra",
-    architectures=_architectures(Electra="electra") | {"ElectraForPreTraining": "electra"},
+    architectures=architectures_of(Electra="electra") | {"ElectraForPreTraining": "electra"},
     fields=_electra_fields,
     prefix="electra.",
     sizes={"type_vocab_size": 1 << 10, "embedding_size": _LARGEST_SIZE},
@@ -101,7 +78,7 @@ class ElectraEncoder(Encoder):
 def _distilbert_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     usual = {"hidden_size": "dim", "num_attention_heads": "n_heads", "hidden_act": "activation"}
     raw = {**raw, **{name: raw[own] for name, own in usual.items() if own in raw}, "layer_norm_eps": 1e-12}
-    return _common(raw) | {
+    return encoder_fields(raw) | {
         "hidden_size": int(raw["hidden_size"]),
         "num_heads": int(raw["num_attention_heads"]),
         "num_layers": int(raw["n_layers"]),
@@ -112,7 +89,7 @@ def _distilbert_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, A
 
 @family(
     "distilbert",
-    architectures=_architectures(DistilBert="distilbert"),
+    architectures=architectures_of(DistilBert="distilbert"),
     fields=_distilbert_fields,
     prefix="distilbert.",
     sizes=dict.fromkeys(("dim", "hidden_dim"), _LARGEST_SIZE) | {"n_heads": 1 << 16, "n_layers": 1 << 14},
@@ -136,10 +113,10 @@ def _mpnet_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         raise ModelError(
             f"relative_attention_num_buckets of this {architecture} must be {_BUCKETS}, got {buckets!r:.80}"
         )
-    return _common(raw) | {"max_positions": int(raw["max_position_embeddings"]) - 2, "position_offset": 2}
+    return encoder_fields(raw) | {"max_positions": int(raw["max_position_embeddings"]) - 2, "position_offset": 2}
 
 
-@family("mpnet", architectures=_architectures(MPNet="mpnet"), fields=_mpnet_fields, prefix="mpnet.")
+@family("mpnet", architectures=architectures_of(MPNet="mpnet"), fields=_mpnet_fields, prefix="mpnet.")
 class MPNetEncoder(Encoder):
     """Encoder whose scores also depend on the distance of two tokens, in all layers."""
 

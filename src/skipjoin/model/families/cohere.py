@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import every, factor, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.layers import Layer
 from skipjoin.model.ops.base import Norm
 from skipjoin.model.self_attention import Rotary, halves_of_pairs, separate_attention

@@ -9,14 +9,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.attention.base import Heads
+from skipjoin.model.attention.base import Heads, LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
-from skipjoin.model.config_fields import activation
 from skipjoin.model.errors import ModelError
-from skipjoin.model.families.encoder import Encoder, EncoderLayer, Layout, encoder_norm
+from skipjoin.model.families.encoder import (
+    Encoder,
+    EncoderLayer,
+    Layout,
+    architectures_of,
+    encoder_fields,
+    encoder_norm,
+)
 from skipjoin.model.family import family
-from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.self_attention import Rotary
 
 _DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 0, "layer_norm_eps": 1e-7, "hidden_act": "gelu"}
 # Fields that would change what is computed, with the only values that are supported: those of all published v3 models.
@@ -28,7 +34,6 @@ _FIXED = {
     "pooler_hidden_act": "gelu",
 }
 _DIRECTIONS = {"c2p", "p2c"}
-_OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -40,24 +45,13 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     directions = asked.lower().split("|") if isinstance(asked, str) else asked
     if {*map(str, directions)} != _DIRECTIONS:
         raise ModelError(f"pos_att_type of this {architecture} must be c2p and p2c, got {asked!r:.80}")
-    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    hidden = int(raw["hidden_size"])
     for name, usual in {"conv_kernel_size": 0, "embedding_size": hidden, "pooler_hidden_size": hidden}.items():
         if (given := raw.get(name) or usual) != usual:
             raise ModelError(f"{name} of this {architecture} must be {usual}, got {given!r:.80}")
     positions, farthest = int(raw["max_position_embeddings"]), int(raw.get("max_relative_positions") or -1)
-    return {
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+    return encoder_fields(raw) | {
         "max_positions": positions,
-        "norm_eps": float(raw["layer_norm_eps"]),
-        "tie_embeddings": True,
-        "activation": activation(raw["hidden_act"]),
-        "rope": None,
-        "attention_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        "norm_before": False,
-        "is_encoder": True,
         "type_vocab_size": int(raw["type_vocab_size"]),
         "distance_buckets": int(raw["position_buckets"]),
         "farthest": farthest if farthest > 0 else positions,
@@ -67,8 +61,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 class DebertaLayer(EncoderLayer):
     """Layer whose query i also multiplies a key of the distance to j, and key j a query of it."""
 
-    def __init__(self, builder: Builder, index: int, name: str, names: Layout, cos_sin: torch.Tensor | None) -> None:
-        super().__init__(builder, index, name, names, cos_sin)
+    def __init__(self, builder: Builder, index: int, name: str, names: Layout, rotary: Rotary | None) -> None:
+        super().__init__(builder, index, name, names, rotary)
         self._buckets, self._farthest = builder.config.distance_buckets, builder.config.farthest
         self._of_distances: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -110,7 +104,7 @@ def _buckets(length: int, buckets: int, farthest: int) -> torch.Tensor:
 
 @family(
     "deberta",
-    architectures={f"DebertaV2{output}": "deberta-v2" for output in _OUTPUTS},
+    architectures=architectures_of(DebertaV2="deberta-v2"),
     fields=_fields,
     prefix="deberta.",
     sizes={"type_vocab_size": 1 << 10, "position_buckets": 1 << 16},

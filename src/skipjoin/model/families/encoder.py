@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.attention.base import AttentionBackend, Call, Heads
+from skipjoin.model.attention.base import AttentionBackend, Call, Heads, LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
+from skipjoin.model.config_fields import activation
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import GATES, LayerOps, Linear, Norm, WholeText
-from skipjoin.model.self_attention import Rotary
+from skipjoin.model.self_attention import Rotary, rotaries
 
 _GATED = {function: name for name, function in GATES.items()}
 
@@ -32,7 +34,6 @@ class Layout:
         has_down_bias: Whether the second matrix of the MLP has a bias although `mlp_bias` is false for the first.
     """
 
-    words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     types: str = "embeddings.token_type_embeddings"
     norm: str = "embeddings.LayerNorm"
@@ -50,14 +51,38 @@ class Layout:
     has_down_bias: bool = False
 
 
+def architectures_of(**kinds: str) -> dict[str, str]:
+    """Return the architectures of encoders, by the beginning of their names, with their types."""
+    outputs = ("Model", "ForMaskedLM", "ForSequenceClassification")
+    return {f"{name}{output}": kind for name, kind in kinds.items() for output in outputs}
+
+
+def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of encoders with biases, and with norms after each part."""
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+    return {
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "norm_eps": float(raw["layer_norm_eps"]),
+        "tie_embeddings": True,
+        "activation": activation(raw.get("hidden_act", "gelu")),
+        "rope": None,
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "norm_before": False,
+        "is_encoder": True,
+    }
+
+
 class EncoderLayer:
-    def __init__(self, builder: Builder, index: int, name: str, names: Layout, cos_sin: torch.Tensor | None) -> None:
+    def __init__(self, builder: Builder, index: int, name: str, names: Layout, rotary: Rotary | None) -> None:
         config, shard = builder.config, builder.shard
         hidden, width, inner = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         own, columns = shard.query_rows(config), shard.columns(config)
         self._heads, self._dim = len(shard.heads(config)), config.head_dim
         self._ops, self._is_before = builder.ops, config.norm_before
-        self._whole = WholeText(self._dim**-0.5, config.windows[index], cos_sin)
+        self._whole = WholeText(self._dim**-0.5, config.windows[index], None if rotary is None else rotary.cos_sin)
         is_one = len(names.qkv) == 1
         self._qkv = builder.linear(
             [f"{name}.{part}" for part in (names.qkv * 3 if is_one else names.qkv)],
@@ -127,18 +152,9 @@ class Encoder:
                 self._projection = builder.linear(
                     self._name(names.projection), (config.hidden_size,), config.embed_dim, True, takes_adapters=False
                 )
-        own = shard.layers(config)
-        ropes = {config.ropes[index] for index in own} - {None}
-        tables = {rope: Rotary(rope, config.max_positions, device).cos_sin for rope in ropes if rope is not None}
         self._layers = [
-            self.LAYER(
-                builder,
-                index,
-                self._name(names.layer.format(index)),
-                names,
-                None if (rope := config.ropes[index]) is None else tables[rope],
-            )
-            for index in own
+            self.LAYER(builder, index, self._name(names.layer.format(index)), names, rotary)
+            for index, rotary in rotaries(builder, device).items()
         ]
         self._final = (
             encoder_norm(builder, self._name(names.final_norm), config.hidden_size) if names.final_norm else None

@@ -10,7 +10,7 @@ from skipjoin.model.config_fields import SIZES, activation, factor, rope
 from skipjoin.model.errors import ModelError
 from skipjoin.model.layers import SequentialLayer
 from skipjoin.model.modules import Adjusted, Unchanged
-from skipjoin.model.ops.base import GATES, HeadNorm, Linear
+from skipjoin.model.ops.base import GATED, GATES, HeadNorm, Linear, Norm
 from skipjoin.model.self_attention import Rotary, SelfAttention, separate_attention
 
 _GATES = {function: name for name, function in GATES.items()}
@@ -110,6 +110,18 @@ def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: b
     up = f"{name}.gate_up_proj" if is_joined else [f"{name}.gate_proj", f"{name}.up_proj"]
     gate = _GATES[builder.config.activation]
     return builder.mlp(up, f"{name}.down_proj", gate, is_joined=is_joined, begins=begins)
+
+
+def norms_before(builder: Builder, name: str) -> tuple[Norm, Norm]:
+    """Return the norms before a layer's attention and its MLP."""
+    return builder.rms_norm(f"{name}.input_layernorm"), builder.rms_norm(f"{name}.post_attention_layernorm")
+
+
+def shared_mlp(builder: Builder, name: str) -> tuple[Linear, Linear]:
+    """Return the MLP that all tokens of Granite's layers use."""
+    up, down = builder.mlp(f"{name}.input_linear", f"{name}.output_linear", GATED, is_joined=True)
+    adjust = residual_scale(builder)
+    return up, down if adjust is None else Adjusted(down, adjust)
 
 
 def residual_scale(builder: Builder) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.layers import Layer
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled

@@ -10,12 +10,18 @@ from skipjoin.model.builder import Builder
 from skipjoin.model.config import ExpertSettings, StateSettings
 from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, stacked_experts
-from skipjoin.model.families.gated import gated_attention, gated_fields, granite_scales, residual_scale
+from skipjoin.model.families.gated import (
+    gated_attention,
+    gated_fields,
+    granite_scales,
+    norms_before,
+    residual_scale,
+    shared_mlp,
+)
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Layer
-from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.recurrent import Mamba2, MixedLayer, Part, SharedExperts, mlp_part
 from skipjoin.model.self_attention import Rotary
@@ -53,6 +59,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     count, shared = int(raw["num_local_experts"] or 0), int(raw["shared_intermediate_size"])
     fields |= granite_scales(raw) | {
         "intermediate_size": shared,
+        "mlp_bias": False,
         "conv_bias": bool(raw.get("mamba_conv_bias", True)),
         "state_bias": bool(raw.get("mamba_proj_bias", False)),
         "step_limits": _limits(raw.get("time_step_limit")),
@@ -113,25 +120,15 @@ class GraniteHybridDecoder(RotaryDecoder):
             )
         else:
             mixer = gated_attention(builder, index, rotary)
-        norm, mlp_norm = (
-            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
-        )
-        hidden, width = config.hidden_size, config.shared_width
-        up = builder.linear(f"{name}.shared_mlp.input_linear", (2 * width,), hidden, False, activation=GATED)
-        down = builder.linear(f"{name}.shared_mlp.output_linear", (hidden,), width, False)
-        down = down if adjust is None else Adjusted(down, adjust)
+        (norm, mlp_norm), shared = norms_before(builder, name), shared_mlp(builder, f"{name}.shared_mlp")
         if (of := config.experts) is None:
-            return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
-        part = f"{name}.block_sparse_moe"
+            return MixedLayer(norm, mixer, mlp_norm, mlp_part(*shared))
+        hidden, part = config.hidden_size, f"{name}.block_sparse_moe"
         make = stacked_experts(
             builder,
             Stack(f"{part}.input_linear.weight", of.count, 2 * of.width, hidden),
             Stack(f"{part}.output_linear.weight", of.count, hidden, of.width),
             GATED,
         )
-        return MixedLayer(
-            norm,
-            mixer,
-            mlp_norm,
-            SharedExperts(builder, expert_mlp(builder, f"{part}.router.layer", make), (up, down), None),
-        )
+        experts = expert_mlp(builder, f"{part}.router.layer", make)
+        return MixedLayer(norm, mixer, mlp_norm, SharedExperts(builder, experts, shared, None))

@@ -19,11 +19,17 @@ from skipjoin.model.experts import (
     separate_experts,
     stacked_experts,
 )
-from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales, residual_scale
+from skipjoin.model.families.gated import (
+    gated_attention,
+    gated_fields,
+    gated_mlp,
+    granite_scales,
+    norms_before,
+    shared_mlp,
+)
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Layer, SequentialLayer
-from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.recurrent import MixedLayer, SharedExperts, shared_experts
 from skipjoin.model.self_attention import Rotary
@@ -138,9 +144,7 @@ class ExpertDecoder(RotaryDecoder):
         assert config.experts is not None
         has_projection_norms = config.architecture == "OlmoeForCausalLM"
         attention = gated_attention(builder, index, rotary, has_projection_norms=has_projection_norms)
-        norm, mlp_norm = (
-            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
-        )
+        norm, mlp_norm = norms_before(builder, name)
         if index not in config.experts.layers:
             return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
         mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
@@ -148,10 +152,8 @@ class ExpertDecoder(RotaryDecoder):
             return ExpertLayer(norm, attention, mlp_norm, mlp)
         if kind.model_type == "qwen2_moe":
             return MixedLayer(norm, attention, mlp_norm, shared_experts(builder, f"{name}.mlp", mlp))
-        part, adjust = f"{name}.shared_mlp", residual_scale(builder)
-        up, down = builder.mlp(f"{part}.input_linear", f"{part}.output_linear", GATED, is_joined=True)
-        down = down if adjust is None else Adjusted(down, adjust)
-        return MixedLayer(norm, attention, mlp_norm, SharedExperts(builder, mlp, (up, down), None))
+        shared = shared_mlp(builder, f"{name}.shared_mlp")
+        return MixedLayer(norm, attention, mlp_norm, SharedExperts(builder, mlp, shared, None))
 
 
 def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation
 from skipjoin.model.family import family
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.layers import SequentialLayer, advance
 from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import Linear, Norm

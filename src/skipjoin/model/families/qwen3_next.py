@@ -12,7 +12,7 @@ from skipjoin.model.config import ExpertSettings, StateSettings
 from skipjoin.model.config_fields import every
 from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, gated_experts
-from skipjoin.model.families.gated import gated_fields, gated_mlp
+from skipjoin.model.families.gated import gated_fields, gated_mlp, norms_before
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
@@ -108,9 +108,7 @@ class Qwen3NextDecoder(RotaryDecoder):
             mixer = DeltaNet(builder, index, f"{name}.linear_attn", _entry(builder, f"{name}.linear_attn"))
         else:
             mixer = GatedAttention(builder, _attention(builder, index, f"{name}.self_attn", rotary))
-        norm, mlp_norm = (
-            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
-        )
+        norm, mlp_norm = norms_before(builder, name)
         return MixedLayer(norm, mixer, mlp_norm, _mlp(builder, index, f"{name}.mlp"))
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
+from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
 from skipjoin.model.families.encoder import WholeAttention
-from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.layers import Layer, advance, fused
 from skipjoin.model.ops.base import Norm
-from skipjoin.model.self_attention import Rotary
+from skipjoin.model.self_attention import Rotary, rotaries
 
 
 class RotaryDecoder(ABC):
@@ -23,12 +23,7 @@ class RotaryDecoder(ABC):
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
         config, shard = builder.config, builder.shard
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
-        own = shard.layers(config)
-        ropes = {config.ropes[index] for index in own} - {None}
-        tables = {rope: Rotary(rope, config.max_positions, device) for rope in ropes if rope is not None}
-        self._layers = [
-            self.layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
-        ]
+        self._layers = [self.layer(builder, index, rotary) for index, rotary in rotaries(builder, device).items()]
         self._norm = self.final_norm(builder) if shard.is_last else None
         self._whole = WholeAttention(builder.ops) if config.is_encoder else None
         self._fused = None if self._whole is not None else fused(builder, self._layers, self._norm)

@@ -7,11 +7,10 @@ from typing import Any
 
 from skipjoin.model.config_fields import activation, layer_kinds, rope, rope_of_kind
 from skipjoin.model.errors import ModelError
-from skipjoin.model.families.encoder import Encoder, Layout
+from skipjoin.model.families.encoder import Encoder, Layout, architectures_of
 from skipjoin.model.family import family
 from skipjoin.model.rope import RopeSettings
 
-_OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LARGEST_SIZE = 1 << 24
 
 
@@ -60,7 +59,7 @@ def _modern_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 @family(
     "modernbert",
-    architectures={f"ModernBert{output}": "modernbert" for output in _OUTPUTS},
+    architectures=architectures_of(ModernBert="modernbert"),
     fields=_modern_fields,
     prefix="model.",
     sizes={"local_attention": 1 << 30, "global_attn_every_n_layers": 1 << 14},
@@ -118,7 +117,7 @@ def _nomic_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 @family(
     "nomic-bert",
-    architectures={f"NomicBert{output}": "nomic_bert" for output in _OUTPUTS},
+    architectures=architectures_of(NomicBert="nomic_bert"),
     fields=_nomic_fields,
     prefix="nomic_bert.",
     sizes={"type_vocab_size": 1 << 10}
@@ -173,7 +172,7 @@ def _gte_rope(raw: Mapping[str, Any], common: Mapping[str, Any]) -> RopeSettings
 
 @family(
     "gte",
-    architectures={f"{name}{output}": kind for name, kind in (("Gte", "gte"), ("New", "new")) for output in _OUTPUTS},
+    architectures=architectures_of(Gte="gte", New="new"),
     fields=_gte_fields,
     prefix="gte.",
     sizes={"type_vocab_size": 1 << 10},
@@ -209,7 +208,7 @@ def _jina_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 @family(
     "jina-v3",
-    architectures={f"JinaEmbeddingsV3{output}": "jina_embeddings_v3" for output in _OUTPUTS},
+    architectures=architectures_of(JinaEmbeddingsV3="jina_embeddings_v3"),
     fields=_jina_fields,
     prefix="roberta.",
     sizes={"type_vocab_size": 1 << 10},

@@ -78,13 +78,7 @@ def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: 
     """Compute activation(x + bias) in place, in float32. Fused as in ALISE section 3.3."""
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](
-        x,
-        x if bias is None else bias,
-        width,
-        x.stride(0),
-        BIAS=bias is not None,
-        ACTIVATION=activation,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+        x, x if bias is None else bias, width, x.stride(0),
+        BIAS=bias is not None, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
     return x

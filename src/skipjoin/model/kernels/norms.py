@@ -76,27 +76,11 @@ def normalize(
     block = triton.next_power_of_2(width)
     together = max(1, _PER_PROGRAM // block) if heads > 1 else 1
     norm_kernel[(triton.cdiv(rows, together),)](
-        x,
-        x if product is None else product,
-        x if weight is None else weight,
-        x if bias is None else bias,
-        out,
-        rows,
-        x.stride(0),
-        head_stride,
-        eps,
-        offset,
-        HEADS=heads,
-        WIDTH=width,
-        CENTRE=centre,
-        ADD=product is not None,
-        WEIGHT=weight is not None,
-        OFFSET=offset != 0,
-        BIAS=bias is not None,
-        ROWS=together,
-        BLOCK=block,
-        num_warps=warps_of(block * together),
-    )
+        x, x if product is None else product, x if weight is None else weight, x if bias is None else bias, out,
+        rows, x.stride(0), head_stride, eps, offset,
+        HEADS=heads, WIDTH=width, CENTRE=centre, ADD=product is not None, WEIGHT=weight is not None,
+        OFFSET=offset != 0, BIAS=bias is not None, ROWS=together, BLOCK=block, num_warps=warps_of(block * together),
+    )  # fmt: skip
     return out
 
 

@@ -93,6 +93,10 @@ class StepCall(ctypes.Structure):
     )  # fmt: skip
 
 
+def address(values: torch.Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
+
+
 def check_sizes(library: ctypes.CDLL, sizes: Mapping[str, type[ctypes.Structure]]) -> None:
     for name, structure in sizes.items():
         if declare(getattr(library, name), returns=c_int64)() != ctypes.sizeof(structure):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from skipjoin.model.groups import GroupedMatrix, with_integers
-from skipjoin.model.ops.calls import GroupsCall
+from skipjoin.model.ops.calls import GroupsCall, address
 from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps, check_ids
 from skipjoin.model.ops.threads import threads_here
 
@@ -65,14 +65,12 @@ def _pack(ops: CompiledOps, matrix: GroupedMatrix, bias: torch.Tensor | None) ->
     shift = None if bias is None else torch.nn.functional.pad(bias, (0, -outputs % library.skipjoin_strip_lanes()))
     call = GroupsCall(
         None, 0, outputs, inputs, matrix.bits, matrix.group, matrix.offset, matrix.scales.itemsize, has_minimums,
-        None if values is None else ctypes.addressof(values), None if shift is None else shift.data_ptr(),
+        None if values is None else ctypes.addressof(values), address(shift),
     )  # fmt: skip
     call.strip_bytes = library.skipjoin_strip_bytes(call)
     strips = ops.arena.take(-(-outputs // library.skipjoin_strip_lanes()) * call.strip_bytes)
     call.strips = strips.data_ptr()
     codes, scales = matrix.codes.contiguous(), matrix.scales.contiguous()
     minimums = None if matrix.minimums is None else matrix.minimums.contiguous()
-    library.skipjoin_pack_groups(
-        call, codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), threads_here()
-    )
+    library.skipjoin_pack_groups(call, codes.data_ptr(), scales.data_ptr(), address(minimums), threads_here())
     return Packed(call, (strips, shift, values))

@@ -18,6 +18,7 @@ from skipjoin.model.ops.calls import (
     LayerCall,
     PairCall,
     StepCall,
+    address,
     cache_arguments,
     check_sizes,
 )
@@ -75,16 +76,9 @@ class CppLayers:
         outputs = torch.empty(sum(sizes), dtype=x.dtype)
         begins = accumulate(sizes[:-1], initial=0)
         attention = AttentionCall(
-            *[None] * 3,
-            *[0] * 6,
-            *[None] * 3,
-            *cache_arguments(batch, kv),
-            *self._shape.heads,
-            0,
-            self._shape.scale,
-            self._shape.cap,
-            None,
-        )
+            *[None] * 3, *[0] * 6, *[None] * 3, *cache_arguments(batch, kv), *self._shape.heads, 0,
+            self._shape.scale, self._shape.cap, None,
+        )  # fmt: skip
         caches = [kv.layer(parts.attention.layer) for parts in self._layers]
         addresses = ctypes.c_void_p * count
         adapted, rank = self._adapted_calls()
@@ -97,8 +91,7 @@ class CppLayers:
             *(outputs.data_ptr() + begin * x.itemsize for begin in begins),
             addresses(*(keys.data_ptr() for keys, _ in caches)),
             addresses(*(values.data_ptr() for _, values in caches)),
-            attention, batch.positions.data_ptr(),
-            None if self._final_norm is None else self._final_norm.data_ptr(), scratch, threads, x.itemsize,
+            attention, batch.positions.data_ptr(), address(self._final_norm), scratch, threads, x.itemsize,
             (AdaptedCall * len(adapted))(*adapted), len(adapted), low.data_ptr(), delta.data_ptr(),
         )  # fmt: skip
         self._run(self._kind, step)

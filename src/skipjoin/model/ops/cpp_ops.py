@@ -27,7 +27,7 @@ from skipjoin.model.ops.base import (
     WholeText,
 )
 from skipjoin.model.ops.build import declare, library_id, path_of
-from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
+from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, address, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.compiled_linear import CompiledLinear, check_ids
 from skipjoin.model.ops.cpp_groups import GroupedLinear
@@ -229,7 +229,7 @@ class CppLayerNorm(TorchLayerNorm):
             return super().__call__(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self._ops.library.skipjoin_layer_norm(
-            self._ops.type, x.data_ptr(), len(x), x.stride(0), x.shape[1], _address(self.weight), _address(self.bias),
+            self._ops.type, x.data_ptr(), len(x), x.stride(0), x.shape[1], address(self.weight), address(self.bias),
             self.eps, out.data_ptr(), threads_here(),
         )  # fmt: skip
         return out
@@ -249,7 +249,7 @@ class CppLinear(CompiledLinear):
         )  # fmt: skip
         self._bias = None if bias is None else _in_panels(bias.float(), self.is_gated, panel)
         self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
-        self.use(weights=self._packed.data_ptr(), bias=_address(self._bias))
+        self.use(weights=self._packed.data_ptr(), bias=address(self._bias))
         self.use(way=WAYS.index(ops.way(self)))
 
     def shape(self) -> str:
@@ -295,18 +295,14 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
     calls = [*(linear.call() for linear in compiled), *([] if experts is None else [LinearCall()])]
     return LayerCall(
-        *calls, *weights, _address(attention.cos_sin),
-        pairs, attention.window, compiled_norms[0].eps, compiled_norms[0].offset, _address(attention.sinks),
+        *calls, *weights, address(attention.cos_sin),
+        pairs, attention.window, compiled_norms[0].eps, compiled_norms[0].offset, address(attention.sinks),
         None if experts is None else ctypes.pointer(experts.fixed),
     )  # fmt: skip
 
 
 def _apart(linear: Linear | Experts) -> tuple[Linear | Experts, Callable[[torch.Tensor], torch.Tensor] | None]:
     return (linear.linear, linear.adjust) if isinstance(linear, Adjusted) else (linear, None)
-
-
-def _address(values: torch.Tensor | None) -> int | None:
-    return None if values is None else values.data_ptr()
 
 
 def _in_panels(bias: torch.Tensor, gated: bool, panel: int) -> torch.Tensor:

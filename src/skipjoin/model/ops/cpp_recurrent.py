@@ -8,7 +8,7 @@ import torch
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.ops.build import declare
-from skipjoin.model.ops.calls import check_sizes
+from skipjoin.model.ops.calls import address, check_sizes
 from skipjoin.model.ops.recurrent import (
     Average,
     Convolution,
@@ -86,8 +86,8 @@ class CppRecurrent:
         x, before, after = inputs
         out, sequences = torch.empty(x.shape, dtype=x.dtype), _SequenceArrays(batch)
         call = _Convolve(
-            x.data_ptr(), x.stride(0), x.shape[1], len(of.weights), of.weights.data_ptr(), _address(of.bias),
-            _address(before), _address(after), out.data_ptr(), states.data_ptr(), states.stride(0), of.is_gated,
+            x.data_ptr(), x.stride(0), x.shape[1], len(of.weights), of.weights.data_ptr(), address(of.bias),
+            address(before), address(after), out.data_ptr(), states.data_ptr(), states.stride(0), of.is_gated,
             sequences.call, threads_here(),
         )  # fmt: skip
         self._convolve(self._kind, call)
@@ -99,8 +99,8 @@ class CppRecurrent:
         sequences = _SequenceArrays(batch)
         call = _Recur(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
-            states.shape[1], of.key_heads, *states.shape[2:], decay.data_ptr(), _address(rate), decay.stride(0),
-            0 if rate is None else rate.stride(0), _address(of.log_a), _address(of.decay_bias), _address(of.skip),
+            states.shape[1], of.key_heads, *states.shape[2:], decay.data_ptr(), address(rate), decay.stride(0),
+            0 if rate is None else rate.stride(0), address(of.log_a), address(of.decay_bias), address(of.skip),
             decay.shape[1] > states.shape[1], of.least, of.most, states.data_ptr(), states.stride(0), out.data_ptr(),
             sequences.call, threads_here(),
         )  # fmt: skip
@@ -112,7 +112,7 @@ class CppRecurrent:
         out = torch.empty(value.shape, dtype=value.dtype)
         call = _Scan(
             *(rows.data_ptr() for rows in inputs), *(rows.stride(0) for rows in inputs), *states.shape[1:],
-            _address(of.a), _address(of.step_bias), _address(of.skip), states.data_ptr(), states.stride(0),
+            address(of.a), address(of.step_bias), address(of.skip), states.data_ptr(), states.stride(0),
             out.data_ptr(), sequences.call, threads_here(),
         )  # fmt: skip
         self._scan(self._kind, call)
@@ -133,7 +133,7 @@ class CppRecurrent:
         kind, weights, eps = of
         period = 1 if weights is None else len(weights)
         call = _Gate(
-            x.data_ptr(), *x.shape, gate.data_ptr(), gate.stride(0), gate.shape[1] == 1, _address(weights), period,
+            x.data_ptr(), *x.shape, gate.data_ptr(), gate.stride(0), gate.shape[1] == 1, address(weights), period,
             kind, eps, threads_here(),
         )  # fmt: skip
         self._gate(self._kind, call)
@@ -154,7 +154,3 @@ class _SequenceArrays:
 def _array(numbers: Iterable[int]) -> ctypes.Array[c_int64]:
     found = list(numbers)
     return (c_int64 * len(found))(*found)
-
-
-def _address(values: torch.Tensor | None) -> int | None:
-    return None if values is None else values.data_ptr()

@@ -20,7 +20,7 @@ from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.model.errors import AdapterError
 from skipjoin.model.loader import random_model
-from skipjoin.model.random_weights import RandomWeights
+from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute
 from support.adapters import write_adapter
 from support.load import changed

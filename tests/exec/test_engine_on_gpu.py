@@ -13,7 +13,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.parallel import Alone
-from skipjoin.model.random_weights import RandomWeights
+from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 from support.policies import SpillAll

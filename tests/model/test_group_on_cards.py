@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from skipjoin.model import one_shot, torch_group
-from skipjoin.model.one_shot import MAX_BYTES
+from skipjoin.model import torch_group
 from skipjoin.model.parallel import Shard
-from skipjoin.model.torch_group import TorchGroup
+from skipjoin.model.torch_group import MAX_BYTES, TorchGroup
 
 
 class Nccl:
@@ -81,7 +80,7 @@ class FakeGpus:
         monkeypatch.setattr(symmetric, "empty", empty)
         monkeypatch.setattr(symmetric, "rendezvous", lambda held, group: None)
         kernel = SimpleNamespace(one_shot_all_reduce_out=self.one_shot_all_reduce_out)
-        monkeypatch.setattr(one_shot.torch, "ops", SimpleNamespace(symm_mem=kernel))
+        monkeypatch.setattr(torch_group.torch, "ops", SimpleNamespace(symm_mem=kernel))
         store: Any = None
         self.group = TorchGroup(Shard(tp_size=gpus), store, backend="nccl", timeout_s=60.0)
 

@@ -17,7 +17,7 @@ from skipjoin.model.layers import advance
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.parallel import Alone
-from skipjoin.model.random_weights import RandomWeights
+from skipjoin.model.weights import RandomWeights
 from support.worlds import checkered
 
 SHAPE = {

@@ -13,9 +13,9 @@ from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE, Shard, check_shards
-from skipjoin.model.random_weights import RandomWeights
 from skipjoin.model.safetensors_weights import FolderWeights
 from skipjoin.model.weight_files import ModelFiles, Source
+from skipjoin.model.weights import RandomWeights
 from support.thread_ranks import Meeting
 
 CONFIG = ModelConfig.from_dict(

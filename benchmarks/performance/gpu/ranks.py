@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from common import Figures, Task, recorded, seconds_of, spread
 
-from skipjoin.model.one_shot import OneShotSum
+from skipjoin.model.torch_group import OneShotSum
 
 _RANKS, _VALUES = 2, 4096
 _JOIN_S = 60.0

@@ -59,50 +59,45 @@ class _OfVocabulary:
         self._vocab_size = vocab_size
 
 
+class _TokensState(ProcessorState):
+    def __init__(self, tokens: Collection[int], values: Collection[float] = ()) -> None:
+        self.tokens = np.fromiter(tokens, np.int64)
+        self.values = np.fromiter(values, np.float32)
+
+
 class LogitBias(_OfVocabulary):
-    def start(self, asked: Asked) -> _BiasState | None:
+    def start(self, asked: Asked) -> _TokensState | None:
         known = {token: bias for token, bias in asked.params.logit_bias.items() if token < self._vocab_size}
-        return _BiasState(known) if known else None
+        return _TokensState(known, known.values()) if known else None
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _BiasState]]) -> None:
-        bias = np.concatenate([state.biases for _, state in rows])
-        _flat(logits)[_index(logits, [(row, state.tokens) for row, state in rows])] += _send(bias, logits)
-
-
-class _BiasState(ProcessorState):
-    def __init__(self, bias: dict[int, float]) -> None:
-        self.tokens = np.fromiter(bias.keys(), np.int64)
-        self.biases = np.fromiter(bias.values(), np.float32)
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _TokensState]]) -> None:
+        bias = np.concatenate([state.values for _, state in rows])
+        _flat(logits)[_index(logits, rows)] += _send(bias, logits)
 
 
 class RepetitionPenalty:
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
 
-    def start(self, asked: Asked) -> _RepetitionState | None:
-        penalty = asked.params.repetition_penalty
-        return None if penalty == 1 else _RepetitionState(penalty, asked.prompt)
+    def start(self, asked: Asked) -> _SeenState | None:
+        return None if asked.params.repetition_penalty == 1 else _SeenState(asked.params, asked.prompt)
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _RepetitionState]]) -> None:
-        seen = [(row, state.tokens) for row, state in rows]
-        penalties = np.array([state.penalty for _, state in rows], np.float32)
-        factor = _send(np.repeat(penalties, [len(tokens) for _, tokens in seen]), logits)
-        flat, index = _flat(logits), _index(logits, seen)
-        values = flat[index]
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _SeenState]]) -> None:
+        flat, index = _flat(logits), _index(logits, rows)
+        values, factor = flat[index], _send(_each(rows, "repetition_penalty"), logits)
         flat[index] = torch.where(values > 0, values / factor, values * factor)
 
 
 class OutputPenalties:
-    def start(self, asked: Asked) -> _OutputState | None:
-        frequency, presence = asked.params.frequency_penalty, asked.params.presence_penalty
-        return _OutputState(frequency, presence) if frequency or presence else None
+    """Subtracts `frequency_penalty` for each occurrence of a token in the output, and `presence_penalty` once."""
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _OutputState]]) -> None:
-        seen = [(row, state.tokens) for row, state in rows]
-        lengths = [len(tokens) for _, tokens in seen]
-        frequency = np.repeat(np.array([state.frequency for _, state in rows], np.float32), lengths)
-        presence = np.repeat(np.array([state.presence for _, state in rows], np.float32), lengths)
-        frequency *= np.concatenate([state.counts for _, state in rows])
-        flat, index = _flat(logits), _index(logits, seen)
+    def start(self, asked: Asked) -> _SeenState | None:
+        params = asked.params
+        return _SeenState(params) if params.frequency_penalty or params.presence_penalty else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _SeenState]]) -> None:
+        frequency = _each(rows, "frequency_penalty") * np.concatenate([state.counts for _, state in rows])
+        presence = _each(rows, "presence_penalty")
+        flat, index = _flat(logits), _index(logits, rows)
         flat[index] = flat[index] - _send(frequency, logits) - _send(presence, logits)
 
 
@@ -114,32 +109,27 @@ class MinTokens(_OfVocabulary):
         return _MinTokensState(params.min_tokens, known) if params.min_tokens and known else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _MinTokensState]]) -> None:
-        _flat(logits)[_index(logits, [(row, state.ending) for row, state in rows])] = -torch.inf
+        _flat(logits)[_index(logits, rows)] = -torch.inf
 
 
-class _MinTokensState(ProcessorState):
-    def __init__(self, min_tokens: int, ending: Sequence[int]) -> None:
+class _MinTokensState(_TokensState):
+    def __init__(self, min_tokens: int, ending: Collection[int]) -> None:
+        super().__init__(ending)
         self._min_tokens = min_tokens
-        self.ending = np.array(ending, np.int64)
 
     def is_active(self, length: int) -> bool:
         return length < self._min_tokens
 
 
 class AllowedTokens:
-    def start(self, asked: Asked) -> _AllowedState | None:
-        return _AllowedState(tokens) if (tokens := asked.params.allowed_token_ids) else None
+    def start(self, asked: Asked) -> _TokensState | None:
+        return _TokensState(sorted(set(tokens))) if (tokens := asked.params.allowed_token_ids) else None
 
-    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _AllowedState]]) -> None:
-        index = _index(logits, [(row, state.tokens) for row, state in rows])
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _TokensState]]) -> None:
+        index = _index(logits, rows)
         kept = _flat(logits)[index]
-        logits[to_device(torch.tensor([row for row, _ in rows]), logits.device)] = _BANNED
+        _ban(logits, rows)
         _flat(logits)[index] = kept
-
-
-class _AllowedState(ProcessorState):
-    def __init__(self, tokens: Collection[int]) -> None:
-        self.tokens = np.array(sorted(set(tokens)), np.int64)
 
 
 class BannedWords(_OfVocabulary):
@@ -153,7 +143,7 @@ class BannedWords(_OfVocabulary):
         return _WordsState(known) if known else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _WordsState]]) -> None:
-        _flat(logits)[_index(logits, [(row, state.tokens) for row, state in rows])] = _BANNED
+        _flat(logits)[_index(logits, rows)] = _BANNED
 
 
 class _WordsState(ProcessorState):
@@ -183,15 +173,15 @@ class ClosedThinking(_OfVocabulary):
         return _ThinkingState(budget) if budget is not None and budget.closing < self._vocab_size else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _ThinkingState]]) -> None:
-        logits[to_device(torch.tensor([row for row, _ in rows]), logits.device)] = _BANNED
-        closing = [(row, np.array([state.closing], np.int64)) for row, state in rows]
-        _flat(logits)[_index(logits, closing)] = 0.0
+        _ban(logits, rows)
+        _flat(logits)[_index(logits, rows)] = 0.0
 
 
-class _ThinkingState(ProcessorState):
+class _ThinkingState(_TokensState):
     reads_output = True
 
     def __init__(self, budget: ThinkingBudget) -> None:
+        super().__init__([budget.closing])
         self.closing = budget.closing
         self._opening, self._left, self._budget = budget.opening, budget.tokens, budget.tokens
         self._is_open = budget.is_open
@@ -217,7 +207,8 @@ def _ends(tail: tuple[int, ...], words: tuple[int, ...]) -> bool:
 class _SeenState(ProcessorState):
     reads_output = True
 
-    def __init__(self, first: Sequence[int] = ()) -> None:
+    def __init__(self, params: SamplingParams, first: Sequence[int] = ()) -> None:
+        self.params = params
         self._places: dict[int, int] = {}
         self._tokens = np.empty(16, np.int64)
         self._counts = np.zeros(16, np.float32)
@@ -244,25 +235,23 @@ class _SeenState(ProcessorState):
         return len(self._places) > 0
 
 
-class _RepetitionState(_SeenState):
-    def __init__(self, penalty: float, prompt: Sequence[int]) -> None:
-        super().__init__(prompt)
-        self.penalty = penalty
-
-
-class _OutputState(_SeenState):
-    def __init__(self, frequency: float, presence: float) -> None:
-        super().__init__()
-        self.frequency, self.presence = frequency, presence
-
-
 def _flat(logits: torch.Tensor) -> torch.Tensor:
     return logits.view(-1)
 
 
-def _index(logits: torch.Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> torch.Tensor:
-    vocab_size = logits.shape[1]
-    return _send(np.concatenate([tokens + row * vocab_size for row, tokens in rows]), logits)
+def _index(logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> torch.Tensor:
+    """Return where the tokens of each row's state are in all logits."""
+    return _send(np.concatenate([state.tokens + row * logits.shape[1] for row, state in rows]), logits)
+
+
+def _each(rows: Sequence[tuple[int, _SeenState]], parameter: str) -> np.ndarray:
+    """Return a parameter of each row, for each of its tokens."""
+    values = np.array([getattr(state.params, parameter) for _, state in rows], np.float32)
+    return np.repeat(values, [len(state.tokens) for _, state in rows])
+
+
+def _ban(logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
+    logits[to_device(torch.tensor([row for row, _ in rows]), logits.device)] = _BANNED
 
 
 def _send(values: np.ndarray, logits: torch.Tensor) -> torch.Tensor:

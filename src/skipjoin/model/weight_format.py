@@ -18,8 +18,7 @@ from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_m
 
 if TYPE_CHECKING:
     from skipjoin.model.ops.base import LayerOps
-    from skipjoin.model.planned_weights import PlannedWeights
-    from skipjoin.model.weights import Weights
+    from skipjoin.model.weights import PlannedWeights, Weights
 
 _log = logging.getLogger(__name__)
 # Entry points of this group name the class of a format.
@@ -69,7 +68,7 @@ class WeightFormat(ABC):
         return None
 
     def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
+        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
 
         return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), partial(self.product_bytes, source))
 
@@ -210,7 +209,7 @@ class Dummy(WeightFormat):
         return not files.quantization
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.random_weights import RandomWeights  # noqa: PLC0415
+        from skipjoin.model.weights import RandomWeights  # noqa: PLC0415
 
         return RandomWeights(source.seed, source.dtype, source.device)
 
@@ -236,7 +235,7 @@ class Int8(WeightFormat):
         return not files.quantization
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.rounded_weights import Int8Weights  # noqa: PLC0415
+        from skipjoin.model.weights import Int8Weights  # noqa: PLC0415
 
         plain = replace(source.spec, quantization="none")
         return Int8Weights(format_of(source.files, plain).open(source))
@@ -269,7 +268,7 @@ class Fp8(WeightFormat):
         return True
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.rounded_weights import Fp8Weights  # noqa: PLC0415
+        from skipjoin.model.weights import Fp8Weights  # noqa: PLC0415
 
         self._check(source)
         plain = replace(source.spec, quantization="none")

@@ -15,8 +15,7 @@ LIBRARY = build.load_library()
 WAYS = [
     TorchQuantizer(),
     pytest.param(
-        CompiledQuantizer(LIBRARY) if LIBRARY else None,
-        marks=pytest.mark.skipif(LIBRARY is None, reason="no compiler"),
+        CompiledQuantizer(LIBRARY) if LIBRARY else None, marks=pytest.mark.skipif(LIBRARY is None, reason="no compiler")
     ),
 ]
 ways = pytest.mark.parametrize("by", WAYS, ids=["torch", "compiled"])

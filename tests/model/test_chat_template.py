@@ -217,10 +217,7 @@ _TURNS = "Context.\n\nQuestion?\n\nNote.][assistant:Answer.][user:Later.\n\nMore
 
 @pytest.mark.parametrize(
     ("forbidden", "expected"),
-    [
-        ("false", f"[system:Rules.\n\nSkills.][user:{_TURNS}"),
-        ("true", f"[user:Rules.\n\nSkills.\n\n{_TURNS}"),
-    ],
+    [("false", f"[system:Rules.\n\nSkills.][user:{_TURNS}"), ("true", f"[user:Rules.\n\nSkills.\n\n{_TURNS}")],
 )
 def test_messages_are_regrouped_for_a_template_that_rejects_their_order(forbidden: str, expected: str) -> None:
     template = ChatTemplate(ALTERNATING.replace("FORBIDDEN", forbidden), {})

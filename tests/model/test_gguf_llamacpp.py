@@ -34,10 +34,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     # Windows of Phi-3 are ignored, and long factors are used if the context may be long, which is at least 256.
     "phi3": {"sliding_window": None},
     "phi3-longrope": {"original_max_position_embeddings": 256, "max_position_embeddings": 512},
-    "exaone4": {
-        "num_hidden_layers": 64,
-        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16,
-    },
+    "exaone4": {"num_hidden_layers": 64, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16},
 }
 _F32 = 0  # ggml's number of the type
 

@@ -70,12 +70,7 @@ PROCESSORS = {
     ("-march=x86-64",): "generic",
 }
 # Instruction sets that the sources detect, fastest first.
-MACROS = {
-    "SKIPJOIN_TILES": "amx",
-    "SKIPJOIN_BF16": "avx512-bf16",
-    "SKIPJOIN_AVX512": "avx512",
-    "SKIPJOIN_AVX2": "avx2",
-}
+MACROS = {"SKIPJOIN_TILES": "amx", "SKIPJOIN_BF16": "avx512-bf16", "SKIPJOIN_AVX512": "avx512", "SKIPJOIN_AVX2": "avx2"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of compilers for x86-64")
@@ -133,11 +128,7 @@ def test_rows_are_bit_identical_in_every_batch(library, dtype):
         ops = CppOps(library, dtype, way=way)
         x, weight = drawn(dtype, max_rows, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, max_rows, 2 * outputs, seed=3)
-        linears = [
-            ops.linear(weight, bias),
-            ops.linear(weight, bias, "gelu"),
-            ops.linear(weight, None, GATED),
-        ]
+        linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.linear(weight, None, GATED)]
 
         def results(rows: slice) -> list[torch.Tensor]:
             sums = total[rows].clone()  # noqa: B023 - called before it changes
@@ -196,10 +187,7 @@ def test_weights_keep_the_fastest_implementation(library, tmp_path, monkeypatch,
 
 def test_float_products_are_bit_identical_without_bfloat16_pairs():
     with_pairs, without = compiled("avx512-bf16"), compiled("avx512")
-    each = [
-        CppOps(with_pairs, torch.bfloat16, way="floats"),
-        CppOps(without, torch.bfloat16),
-    ]
+    each = [CppOps(with_pairs, torch.bfloat16, way="floats"), CppOps(without, torch.bfloat16)]
     for rows, outputs, inputs in ((1, 96, 128), (17, 70, 33), (600, 130, 1002)):
         x, weight = drawn(torch.bfloat16, rows, inputs), drawn(torch.bfloat16, outputs, inputs, seed=1)
         assert torch.equal(*(residue(ops.linear(weight, None), x) for ops in each))
@@ -388,16 +376,8 @@ def test_one_log_line_names_the_path(caplog):
     [
         ("amx", {"avx2", "avx512_bf16", "amx_bf16"}, ""),
         ("avx512-bf16", {"avx2", "avx512bw", "avx512_bf16"}, ""),
-        (
-            "avx512-bf16",
-            {"avx512_bf16", "amx_bf16"},
-            "AMX, which is faster, but the compiler does not know it, or",
-        ),
-        (
-            "avx2",
-            {"avx2", "avx512_bf16"},
-            "AVX-512 BF16, which is faster, but the compiler does not know it",
-        ),
+        ("avx512-bf16", {"avx512_bf16", "amx_bf16"}, "AMX, which is faster, but the compiler does not know it, or"),
+        ("avx2", {"avx2", "avx512_bf16"}, "AVX-512 BF16, which is faster, but the compiler does not know it"),
         ("avx2", {"avx2"}, ""),
         ("generic", {"asimd"}, "this CPU has NEON"),
         ("generic", set(), ""),

@@ -388,10 +388,7 @@ def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
             "bitsandbytes with bnb_4bit_quant_storage 'bfloat16'; uint8 can be read",
         ),
-        (
-            {"quant_method": "quanto"},
-            "quantized weights of this kind are .* has 'quanto', and compressed-tensors, awq",
-        ),
+        ({"quant_method": "quanto"}, "quantized weights of this kind are .* has 'quanto', and compressed-tensors, awq"),
     ],
 )
 def test_other_layouts_are_refused_in_a_sentence(

@@ -11,8 +11,7 @@ LIBRARY = build.load_library()
 WAYS = [
     TORCH_MASK_OPS,
     pytest.param(
-        compiled_mask_ops(LIBRARY) if LIBRARY else None,
-        marks=pytest.mark.skipif(LIBRARY is None, reason="no compiler"),
+        compiled_mask_ops(LIBRARY) if LIBRARY else None, marks=pytest.mark.skipif(LIBRARY is None, reason="no compiler")
     ),
 ]
 

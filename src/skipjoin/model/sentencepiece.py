@@ -163,19 +163,26 @@ def sentencepiece_backend(
         for piece in found.pieces
         if piece.kind in (_CONTROL, _USER_DEFINED) and piece.text
     ]
-    backend.add_special_tokens([token for token in added if token.special])
-    backend.add_tokens([token for token in added if not token.special])
+    add_tokens(backend, added)
     named = {f"{end}_token": text for end in _ENDS if (text := found.text(end)) is not None}
     given = {name: _content(settings.get(f"{name}_token")) or named.get(f"{name}_token") for name in ("bos", "eos")}
     wanted = {"bos": settings.get("add_bos_token", True), "eos": settings.get("add_eos_token", False)}
     ends = {name: (text, backend.token_to_id(text)) for name, text in given.items() if wanted[name] and text}
-    known = {name: (text, index) for name, (text, index) in ends.items() if index is not None}
-    if known:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[name for name in ("bos", "$A", "eos") if name == "$A" or name in known],
-            special_tokens=[{"id": name, "ids": [index], "tokens": [text]} for name, (text, index) in known.items()],
-        )
+    surround(backend, {name: (text, index) for name, (text, index) in ends.items() if index is not None})
     return backend, named
+
+
+def add_tokens(backend: tokenizers.Tokenizer, added: Sequence[AddedToken]) -> None:
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
+
+
+def surround(backend: tokenizers.Tokenizer, ends: Mapping[str, tuple[str, int]]) -> None:
+    """Add tokens, by the names "bos" and "eos", to a text that is no conversation."""
+    if ends:
+        pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ends]
+        special = [{"id": name, "ids": [index], "tokens": [text]} for name, (text, index) in ends.items()]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
 
 
 def _content(token: Any) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from skipjoin.model.builder import Builder
 from skipjoin.model.errors import ModelError
-from skipjoin.model.families.encoder import Encoder, Layout, architectures_of, encoder_fields
+from skipjoin.model.families.encoder import OUTPUTS, Encoder, Layout, encoder_family, encoder_fields
 from skipjoin.model.family import family
 from skipjoin.model.ops.base import by_distance
 
@@ -38,26 +38,14 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
-    "bert",
-    architectures=architectures_of(Bert="bert"),
-    fields=_fields,
-    prefix="bert.",
-    sizes={"type_vocab_size": 1 << 10},
-)
+@encoder_family("bert", _fields, Bert="bert")
 class BertEncoder(Encoder):
-    PREFIX, EMBEDDING = "bert", "bert.embeddings.word_embeddings.weight"
+    PREFIX = "bert"
 
 
-@family(
-    "roberta",
-    architectures=architectures_of(Roberta="roberta", XLMRoberta="xlm-roberta", Camembert="camembert"),
-    fields=_fields,
-    prefix="roberta.",
-    sizes={"type_vocab_size": 1 << 10},
-)
+@encoder_family("roberta", _fields, Roberta="roberta", XLMRoberta="xlm-roberta", Camembert="camembert")
 class RobertaEncoder(Encoder):
-    PREFIX, EMBEDDING = "roberta", "roberta.embeddings.word_embeddings.weight"
+    PREFIX = "roberta"
 
 
 def _electra_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -66,7 +54,7 @@ def _electra_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]
 
 @family(
     "electra",
-    architectures=architectures_of(Electra="electra") | {"ElectraForPreTraining": "electra"},
+    architectures={f"Electra{output}": "electra" for output in (*OUTPUTS, "ForPreTraining")},
     fields=_electra_fields,
     prefix="electra.",
     sizes={"type_vocab_size": 1 << 10, "embedding_size": _LARGEST_SIZE},
@@ -87,15 +75,14 @@ def _distilbert_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, A
     }
 
 
-@family(
+@encoder_family(
     "distilbert",
-    architectures=architectures_of(DistilBert="distilbert"),
-    fields=_distilbert_fields,
-    prefix="distilbert.",
-    sizes=dict.fromkeys(("dim", "hidden_dim"), _LARGEST_SIZE) | {"n_heads": 1 << 16, "n_layers": 1 << 14},
+    _distilbert_fields,
+    dict.fromkeys(("dim", "hidden_dim"), _LARGEST_SIZE) | {"n_heads": 1 << 16, "n_layers": 1 << 14},
+    DistilBert="distilbert",
 )
 class DistilBertEncoder(Encoder):
-    PREFIX, EMBEDDING = "distilbert", "distilbert.embeddings.word_embeddings.weight"
+    PREFIX = "distilbert"
     LAYOUT = Layout(
         layer="transformer.layer.{}",
         qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
@@ -116,11 +103,11 @@ def _mpnet_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return encoder_fields(raw) | {"max_positions": int(raw["max_position_embeddings"]) - 2, "position_offset": 2}
 
 
-@family("mpnet", architectures=architectures_of(MPNet="mpnet"), fields=_mpnet_fields, prefix="mpnet.")
+@encoder_family("mpnet", _mpnet_fields, MPNet="mpnet")
 class MPNetEncoder(Encoder):
     """Encoder whose scores also depend on the distance of two tokens, in all layers."""
 
-    PREFIX, EMBEDDING = "mpnet", "mpnet.embeddings.word_embeddings.weight"
+    PREFIX = "mpnet"
     LAYOUT = Layout(
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         out="attention.attn.o",

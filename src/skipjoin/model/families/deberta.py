@@ -17,11 +17,10 @@ from skipjoin.model.families.encoder import (
     Encoder,
     EncoderLayer,
     Layout,
-    architectures_of,
+    encoder_family,
     encoder_fields,
     encoder_norm,
 )
-from skipjoin.model.family import family
 from skipjoin.model.self_attention import Rotary
 
 _DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 0, "layer_norm_eps": 1e-7, "hidden_act": "gelu"}
@@ -102,15 +101,9 @@ def _buckets(length: int, buckets: int, farthest: int) -> torch.Tensor:
     return (found + buckets).clamp(0, 2 * buckets - 1)
 
 
-@family(
-    "deberta",
-    architectures=architectures_of(DebertaV2="deberta-v2"),
-    fields=_fields,
-    prefix="deberta.",
-    sizes={"type_vocab_size": 1 << 10, "position_buckets": 1 << 16},
-)
+@encoder_family("deberta", _fields, {"type_vocab_size": 1 << 10, "position_buckets": 1 << 16}, DebertaV2="deberta-v2")
 class DebertaEncoder(Encoder):
-    PREFIX, EMBEDDING = "deberta", "deberta.embeddings.word_embeddings.weight"
+    PREFIX = "deberta"
     LAYER = DebertaLayer
     LAYOUT = Layout(
         positions="", qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")

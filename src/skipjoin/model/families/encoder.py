@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from skipjoin.model.attention.base import AttentionBackend, Call, Heads, LayerIn
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation
+from skipjoin.model.family import ReadFields, family
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import GATES, LayerOps, Linear, Norm, WholeText
@@ -34,6 +35,7 @@ class Layout:
         has_down_bias: Whether the second matrix of the MLP has a bias although `mlp_bias` is false for the first.
     """
 
+    words: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     types: str = "embeddings.token_type_embeddings"
     norm: str = "embeddings.LayerNorm"
@@ -49,12 +51,6 @@ class Layout:
     is_joined: bool = False
     has_up_first: bool = False
     has_down_bias: bool = False
-
-
-def architectures_of(**kinds: str) -> dict[str, str]:
-    """Return the architectures of encoders, by the beginning of their names, with their types."""
-    outputs = ("Model", "ForMaskedLM", "ForSequenceClassification")
-    return {f"{name}{output}": kind for name, kind in kinds.items() for output in outputs}
 
 
 def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +213,24 @@ def encoder_norm(builder: Builder, name: str, width: int) -> Norm:
     config = builder.config
     shift = builder.tensor(f"{name}.bias", width) if config.norm_bias else None
     return builder.ops.layer_norm(width, builder.tensor(f"{name}.weight", width), shift, config.norm_eps)
+
+
+EncoderT = TypeVar("EncoderT", bound=type[Encoder])
+OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+_SIZES = {"type_vocab_size": 1 << 10}
+
+
+def encoder_family(
+    name: str, fields: ReadFields, sizes: Mapping[str, int] = _SIZES, **kinds: str
+) -> Callable[[EncoderT], EncoderT]:
+    """Register a class of encoders as `family` does; `kinds` are types by the beginning of architectures' names."""
+
+    def register(encoder: EncoderT) -> EncoderT:
+        encoder.EMBEDDING = f"{encoder.PREFIX}.{encoder.LAYOUT.words}.weight"
+        named = {f"{start}{output}": kind for start, kind in kinds.items() for output in OUTPUTS}
+        return family(name, architectures=named, fields=fields, prefix=f"{encoder.PREFIX}.", sizes=sizes)(encoder)
+
+    return register
 
 
 class WholeAttention(AttentionBackend):

@@ -7,8 +7,7 @@ from typing import Any
 
 from skipjoin.model.config_fields import activation, layer_kinds, rope, rope_of_kind
 from skipjoin.model.errors import ModelError
-from skipjoin.model.families.encoder import Encoder, Layout, architectures_of
-from skipjoin.model.family import family
+from skipjoin.model.families.encoder import Encoder, Layout, encoder_family
 from skipjoin.model.rope import RopeSettings
 
 _LARGEST_SIZE = 1 << 24
@@ -57,16 +56,16 @@ def _modern_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
+@encoder_family(
     "modernbert",
-    architectures=architectures_of(ModernBert="modernbert"),
-    fields=_modern_fields,
-    prefix="model.",
-    sizes={"local_attention": 1 << 30, "global_attn_every_n_layers": 1 << 14},
+    _modern_fields,
+    {"local_attention": 1 << 30, "global_attn_every_n_layers": 1 << 14},
+    ModernBert="modernbert",
 )
 class ModernBertEncoder(Encoder):
-    PREFIX, EMBEDDING = "model", "model.embeddings.tok_embeddings.weight"
+    PREFIX = "model"
     LAYOUT = Layout(
+        words="embeddings.tok_embeddings",
         norm="embeddings.norm",
         layer="layers.{}",
         qkv=("attn.Wqkv",),
@@ -115,17 +114,16 @@ def _nomic_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
+@encoder_family(
     "nomic-bert",
-    architectures=architectures_of(NomicBert="nomic_bert"),
-    fields=_nomic_fields,
-    prefix="nomic_bert.",
-    sizes={"type_vocab_size": 1 << 10}
+    _nomic_fields,
+    {"type_vocab_size": 1 << 10}
     | dict.fromkeys(("n_embd", "n_inner", "n_positions", "max_trained_positions"), _LARGEST_SIZE)
     | {"n_head": 1 << 16, "n_layer": 1 << 14},
+    NomicBert="nomic_bert",
 )
 class NomicBertEncoder(Encoder):
-    PREFIX, EMBEDDING = "nomic_bert", "nomic_bert.embeddings.word_embeddings.weight"
+    PREFIX = "nomic_bert"
     LAYOUT = Layout(
         norm="emb_ln",
         layer="encoder.layers.{}",
@@ -170,15 +168,9 @@ def _gte_rope(raw: Mapping[str, Any], common: Mapping[str, Any]) -> RopeSettings
     return rope(larger, dim, common["max_positions"], 1.0)
 
 
-@family(
-    "gte",
-    architectures=architectures_of(Gte="gte", New="new"),
-    fields=_gte_fields,
-    prefix="gte.",
-    sizes={"type_vocab_size": 1 << 10},
-)
+@encoder_family("gte", _gte_fields, Gte="gte", New="new")
 class GteEncoder(Encoder):
-    PREFIX, EMBEDDING = "gte", "gte.embeddings.word_embeddings.weight"
+    PREFIX = "gte"
     LAYOUT = Layout(
         qkv=("attention.qkv_proj",),
         out="attention.o_proj",
@@ -206,17 +198,11 @@ def _jina_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-@family(
-    "jina-v3",
-    architectures=architectures_of(JinaEmbeddingsV3="jina_embeddings_v3"),
-    fields=_jina_fields,
-    prefix="roberta.",
-    sizes={"type_vocab_size": 1 << 10},
-)
+@encoder_family("jina-v3", _jina_fields, JinaEmbeddingsV3="jina_embeddings_v3")
 class JinaEncoder(Encoder):
     """Jina's embeddings v3 in the files of transformers' version, which has the tasks as adapters."""
 
-    PREFIX, EMBEDDING = "roberta", "roberta.embeddings.word_embeddings.weight"
+    PREFIX = "roberta"
     LAYOUT = Layout(
         norm="emb_ln",
         layer="encoder.layers.{}",

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
 from skipjoin.model.gguf.settings import CONTROL, tokens_of
-from skipjoin.model.sentencepiece import SPACE, decoder, merges
+from skipjoin.model.sentencepiece import SPACE, add_tokens, decoder, merges, surround
 
 _UNKNOWN, _USER_DEFINED = 2, 4
 # Special tokens of Phi-3 that leave the spaces after them.
@@ -61,23 +61,18 @@ def _as_deepseek_coder() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.Digits(individual_digits=True), plain])
 
 
-class _Scheme:
+class _Scheme(NamedTuple):
     """How a byte-level tokenizer (`tokenizer.ggml.pre`) splits text before it merges bytes.
 
-    Args:
+    Attributes:
         keeps_words: A word that is a token is that token, whatever the merges.
         composes: Text is brought into Unicode's composed form (NFC) first.
     """
 
-    def __init__(
-        self,
-        split: Callable[[], pre_tokenizers.PreTokenizer],
-        *,
-        keeps_words: bool = False,
-        composes: bool = False,
-        adds_bos: bool = False,
-    ) -> None:
-        self.split, self.keeps_words, self.composes, self.adds_bos = split, keeps_words, composes, adds_bos
+    split: Callable[[], pre_tokenizers.PreTokenizer]
+    keeps_words: bool = False
+    composes: bool = False
+    adds_bos: bool = False
 
 
 _GPT2, _DIGITS = _Scheme(_as_gpt2), _Scheme(_by_digit)
@@ -213,8 +208,7 @@ def _add_special(backend: tokenizers.Tokenizer, file: Gguf) -> None:
         for text, kind in found
         if kind in (CONTROL, _UNKNOWN, _USER_DEFINED)
     ]
-    backend.add_special_tokens([token for token in added if token.special])
-    backend.add_tokens([token for token in added if not token.special])
+    add_tokens(backend, added)
 
 
 def _surround(backend: tokenizers.Tokenizer, file: Gguf, adds_bos: bool) -> None:
@@ -222,11 +216,7 @@ def _surround(backend: tokenizers.Tokenizer, file: Gguf, adds_bos: bool) -> None
     wanted["eos"] = file.metadata.get("tokenizer.ggml.add_eos_token", False)
     ids = {end: file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end, is_added in wanted.items() if is_added}
     tokens = tokens_of(file)
-    ends = {end: index for end, index in ids.items() if isinstance(index, int)}
-    if ends:
-        pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ends]
-        special = [{"id": end, "ids": [index], "tokens": [tokens[index]]} for end, index in ends.items()]
-        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
+    surround(backend, {end: (tokens[index], index) for end, index in ids.items() if isinstance(index, int)})
 
 
 def _list(file: Gguf, key: str, kind: type, count: int | None) -> list[Any]:

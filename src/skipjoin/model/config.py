@@ -19,15 +19,9 @@ from skipjoin.pooling import Task
 # Tokens that compiled convolutions can read.
 MAX_KERNEL = 16
 _POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
     "max_positions",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +291,6 @@ def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Fami
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the settings that a language model's file may leave out where it is part of another."""
     if SIZES["hidden_size"] in text:
         return dict(text)
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds

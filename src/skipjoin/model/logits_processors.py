@@ -240,12 +240,10 @@ def _flat(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _index(logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> torch.Tensor:
-    """Return where the tokens of each row's state are in all logits."""
     return _send(np.concatenate([state.tokens + row * logits.shape[1] for row, state in rows]), logits)
 
 
 def _each(rows: Sequence[tuple[int, _SeenState]], parameter: str) -> np.ndarray:
-    """Return a parameter of each row, for each of its tokens."""
     values = np.array([getattr(state.params, parameter) for _, state in rows], np.float32)
     return np.repeat(values, [len(state.tokens) for _, state in rows])
 

@@ -27,13 +27,9 @@ _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 # Formats of compressed-tensors.
 _FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized",
-)
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+    "mxfp4-pack-quantized", "nvfp4-pack-quantized",
+)  # fmt: skip
 # Values of quant_algo in files of ModelOpt, of which the last one has matrices of the others.
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
 # Suffixes of tensors of matrices in codes of as many bits as the settings say, or of 4.

@@ -168,8 +168,6 @@ class _Output:
 
 
 class _Rows(torch.nn.Module):
-    """Stands for the layers below the output projection, whose numbers it has, and returns their rows."""
-
     hidden: torch.Tensor
 
     def __init__(self, layers: torch.nn.Module) -> None:

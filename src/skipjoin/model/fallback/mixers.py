@@ -341,7 +341,6 @@ class SlotMixing:
         return self._ops.average(key, value, of, states.matrices(self._layer)[:, 0], batch)
 
     def _parameters(self, function: str, make: Callable[[], T]) -> tuple[int, T]:
-        """Return the number of a call in this step, and its parameters, which the first step makes."""
         number, made = self._calls[function], self._made[function]
         self._calls[function] += 1
         if number == len(made):

@@ -191,7 +191,6 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
 
 
 def _intermediate_size(config: Any) -> int:
-    """Return the inner size of the MLPs, or the usual one if config.json has none, or several."""
     found = getattr(config, "intermediate_size", None)
     return found if isinstance(found, int) and found > 0 else 4 * int(config.hidden_size)
 

@@ -121,7 +121,6 @@ class Architecture(NamedTuple):
 
     @staticmethod
     def _tiled(size: int, of: Recurrence) -> np.ndarray:
-        """Return the places of values' numbers where the file has the first head of each key first."""
         import numpy as np  # noqa: PLC0415
 
         return np.arange(size).reshape(of.heads // of.key_heads, of.key_heads, -1).swapaxes(0, 1).reshape(size)
@@ -141,7 +140,6 @@ def _part(stored_name: str) -> str:
 
 
 def _by_key_head(of: Recurrence) -> np.ndarray:
-    """Return rows by head of keys, where the file has all queries, keys, values and gates in turn."""
     import numpy as np  # noqa: PLC0415
 
     values = of.heads // of.key_heads * of.value_dim

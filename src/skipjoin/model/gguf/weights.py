@@ -142,7 +142,6 @@ class GgufWeights(Weights):
     def _part(
         self, stored_name: str, lead: tuple[int, ...], shape: tuple[int, ...], expert: int
     ) -> tuple[StoredTensor, range]:
-        """Return a tensor and its rows that make one of `shape`, apart from dimensions of 1."""
         found = place_of(self._file, stored_name, lead, expert, self._heads)
         if found is None:
             raise ModelError(f"{self._file.path} has no tensor {stored_name!r}: download it again")
@@ -216,7 +215,6 @@ class _Rows(NamedTuple):
         return split
 
     def _places(self, wanted: np.ndarray) -> torch.Tensor:
-        """Return which of the rows that `_split` returns each wanted row is."""
         bounds = np.cumsum([len(rows) for _, rows in self.parts])
         return torch.from_numpy(np.searchsorted(bounds, wanted, "right").argsort(kind="stable").argsort())
 

@@ -30,7 +30,6 @@ def _head(
     offset: tl.tensor,
     DIM: tl.constexpr, PAIRS: tl.constexpr, NORMED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_REST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return both values of the pairs, normalized and rotated, and the values that are no pairs."""
     pairs = tl.arange(0, BLOCK_P)[None, :]
     rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
     seen, kept = own & (pairs < PAIRS), own & (rest < DIM)

@@ -46,7 +46,6 @@ def _totals(
 def _least(
     row: tl.tensor, vocab: tl.tensor, limit: tl.tensor, enough: tl.tensor, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Return the smallest magnitude that keeps `enough` values (COUNT) or enough of their sum, at most `limit`."""
     low = tl.zeros((), tl.int32)
     while low < limit:
         quarter = (limit - low) // 4

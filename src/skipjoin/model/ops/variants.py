@@ -5,18 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SOURCES = (
-    "layer_ops.cpp",
-    "grouped.cpp",
-    "unpack.cpp",
-    "paged_attention.cpp",
-    "layers.cpp",
-    "experts.cpp",
-    "recurrent.cpp",
-    "block_copy.cpp",
-    "block_quant.cpp",
-    "token_mask.cpp",
-    "pool.cpp",
-)
+    "layer_ops.cpp", "grouped.cpp", "unpack.cpp", "paged_attention.cpp", "layers.cpp", "experts.cpp", "recurrent.cpp",
+    "block_copy.cpp", "block_quant.cpp", "token_mask.cpp", "pool.cpp",
+)  # fmt: skip
 FLAGS = (
     "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w",
     # Sums and products are fused only where the sources say so: functions that compute the same must return the same

@@ -12,7 +12,7 @@ from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.parallel import Alone
+from skipjoin.model.parallel import Group
 from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
@@ -40,7 +40,7 @@ def model_on_gpu(family: str, back_end: str = "triton") -> CausalLM:
     ops, attention = implementations(back_end, torch.float32, CARD)
     weights = CpuDrawnWeights(3, torch.float32, torch.device("cpu"))
     config = ModelConfig.from_dict(CONFIGS[family])
-    return CausalLM(config, weights, ops=ops, attention=attention, dtype=torch.float32, device=CARD, group=Alone())
+    return CausalLM(config, weights, ops=ops, attention=attention, dtype=torch.float32, device=CARD, group=Group())
 
 
 def outputs(

@@ -16,27 +16,26 @@ MIXES = {
 }
 
 
+@pytest.fixture(params=["torch", "cpp"])
+def attention(request):
+    if request.param == "torch":
+        return TorchAttention()
+    if (library := load_library()) is None:
+        pytest.skip("no compiler")
+    return CppAttention(library)
+
+
 @pytest.mark.parametrize("ends", ["plain", "both"])
 @pytest.mark.parametrize("window", [0, 11])
 @pytest.mark.parametrize("mix", sorted(MIXES))
-@pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_attention_equals_dense_arithmetic(backend, mix, window, ends):
-    library = load_library() if backend == "cpp" else None
-    if backend == "cpp" and library is None:
-        pytest.skip("no compiler")
-    attention = TorchAttention() if library is None else CppAttention(library)
+def test_attention_equals_dense_arithmetic(attention, mix, window, ends):
     for block_size, seed in ((1, 0), (5, 1), (16, 2)):
         options = {"window": window, "ends": ends, "rotary": 12, "block_size": block_size, "seed": seed}
         Case(6, 2, 20, MIXES[mix], **options).check(attention, 1e-5)
         Case(4, 4, 40, MIXES[mix], dtype=torch.bfloat16, **options).check(attention, 2e-2)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_caps_and_sinks(backend):
-    library = load_library() if backend == "cpp" else None
-    if backend == "cpp" and library is None:
-        pytest.skip("no compiler")
-    attention = TorchAttention() if library is None else CppAttention(library)
+def test_caps_and_sinks(attention):
     sinks = 3 * torch.randn(6, generator=torch.Generator().manual_seed(0))
     for cap, given, cache in ((2.5, None, "auto"), (0.0, sinks, "auto"), (2.5, sinks, "int8")):
         options = {"cap": cap, "sinks": given, "cache": cache, "window": 11, "ends": "both"}

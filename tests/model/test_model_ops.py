@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from amx_cases import AVX512_NEEDS, BF16_NEEDS, TILES_NEEDS, compiled
+from attention_cases import shape
 from model_zoo import CONFIGS, PagedRunner, save_reference
 
 from skipjoin.model import backends
@@ -17,7 +18,6 @@ from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.attention.torch_backend import TorchAttention, rotate
 from skipjoin.model.backends import implementations
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.large_pages import Arena
@@ -144,12 +144,6 @@ def test_norm_and_rotary_embedding(dtype):
     rotate(expected[:, :4], expected[:, 4:6], positions, cos_sin)
     CppAttention(LIBRARY).rotate(qkv[:, :4], qkv[:, 4:6], positions, cos_sin)
     assert_near(qkv, expected)
-
-
-def shape(heads: int, kv_heads: int, dim: int) -> ModelConfig:
-    sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
-    return ModelConfig.from_dict({"model_type": "llama", **sizes})
 
 
 MIXES = {

@@ -33,12 +33,12 @@ from amx_cases import (
     has_tiles_here,
     quick_library,
 )
+from attention_cases import shape
 from grouped_cases import KINDS, drawn_matrix
 from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops import build
 from skipjoin.model.ops.base import GATED
@@ -254,9 +254,7 @@ SEGMENTS = [
 @pytest.mark.usefixtures("two_threads")
 def test_attention_is_bit_identical_to_plain_arithmetic(libraries, heads, window):
     query_heads, kv_heads, dim = heads
-    sizes = {"hidden_size": query_heads * dim, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
-    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
-    config = ModelConfig.from_dict({"model_type": "llama", "head_dim": dim, **sizes})
+    config = shape(*heads)
     batch = PackedBatch.build(SEGMENTS, 8)
     split = drawn(batch.num_tokens, query_heads + 2 * kv_heads, dim).split([query_heads, kv_heads, kv_heads], dim=1)
 

@@ -18,6 +18,7 @@ import amx_cases
 import pytest
 import torch
 from amx_cases import TARGETS
+from attention_cases import shape
 from grouped_cases import KINDS, SHAPES, drawn_matrix, rounded_inputs
 from model_zoo import CONFIGS
 
@@ -27,7 +28,6 @@ from skipjoin.model.attention.check import cuts_change_nothing
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig
 from skipjoin.model.groups import coded_bytes, rounded
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
@@ -96,6 +96,14 @@ def library(request) -> ctypes.CDLL:
     return compiled(request.param)
 
 
+@pytest.fixture
+def typed(library, dtype) -> ctypes.CDLL:
+    """The library, if it converts the type."""
+    if not has_dtype(library, dtype):
+        pytest.skip("this processor does not convert the type")
+    return library
+
+
 def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -120,12 +128,10 @@ def test_operations_compiled_for_any_processor_with_avx2_pass_their_checks():
 
 
 @dtypes
-def test_rows_are_bit_identical_in_every_batch(library, dtype):
-    if not has_dtype(library, dtype):
-        pytest.skip("this processor does not convert the type")
-    max_rows, ways = max(ROWS), CppOps(library, dtype).ways()
+def test_rows_are_bit_identical_in_every_batch(typed, dtype):
+    max_rows, ways = max(ROWS), CppOps(typed, dtype).ways()
     for way, (outputs, inputs) in itertools.product(ways, ((96, 128), (70, 33))):
-        ops = CppOps(library, dtype, way=way)
+        ops = CppOps(typed, dtype, way=way)
         x, weight = drawn(dtype, max_rows, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, max_rows, 2 * outputs, seed=3)
         linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.linear(weight, None, GATED)]
@@ -198,10 +204,8 @@ GROUPED_ROWS = (1, 2, 3, 5, 8, 9, 17, 150)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), checkered(CPP_DTYPES, KINDS, colors=3), ids=str)
-def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, dtype, kind):
-    if not has_dtype(library, dtype):
-        pytest.skip("this processor does not convert the type")
-    ops, plain = CppOps(library, dtype), TorchOps()
+def test_products_of_codes_are_right_and_bit_identical_in_every_batch(typed, dtype, kind):
+    ops, plain = CppOps(typed, dtype), TorchOps()
     limit = {torch.float32: 2e-6, torch.float16: 1e-3}.get(dtype, 5e-3)
     for outputs, inputs in SHAPES:
         # Matrices of a product may be stored differently, or alike.
@@ -230,12 +234,10 @@ def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, d
 
 
 @dtypes
-def test_experts_are_bit_identical_in_every_batch(library, dtype):
-    if not has_dtype(library, dtype):
-        pytest.skip("this processor does not convert the type")
+def test_experts_are_bit_identical_in_every_batch(typed, dtype):
     hidden, width, count, per_row, rows = 70, 33, 5, 2, 80
-    for way, in_codes in itertools.product(CppOps(library, dtype).ways(), (False, True)):
-        ops = CppOps(library, dtype, way=way)
+    for way, in_codes in itertools.product(CppOps(typed, dtype).ways(), (False, True)):
+        ops = CppOps(typed, dtype, way=way)
 
         def product(outputs, inputs, seed, activation=None, *, ops=ops, in_codes=in_codes):
             weight, bias = drawn(dtype, outputs, inputs, seed=seed), drawn(dtype, outputs, seed=seed + 1)
@@ -276,13 +278,11 @@ def test_blocks_of_rows_change_nothing(library):
 
 
 @dtypes
-def test_infinite_inputs_of_products_of_codes_are_seen(library, dtype):
-    if not has_dtype(library, dtype):
-        pytest.skip("this processor does not convert the type")
+def test_infinite_inputs_of_products_of_codes_are_seen(typed, dtype):
     for rows, number in itertools.product((1, 20), (torch.inf, -torch.inf, torch.nan)):
         x = drawn(dtype, rows, 64)
         x[0, 40] = number
-        found = CppOps(library, dtype).grouped([drawn_matrix(KINDS[1], 32, 64)], None)(x)
+        found = CppOps(typed, dtype).grouped([drawn_matrix(KINDS[1], 32, 64)], None)(x)
         assert found[0].isnan().all()
         assert found[1:].isfinite().all()
 
@@ -323,13 +323,9 @@ CUTS = {
         )
     ],
 )
-def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window, int8):
-    if not has_dtype(library, dtype):
-        pytest.skip("this processor does not convert the type")
+def test_tokens_are_bit_identical_for_any_chunking(typed, dtype, heads, window, int8):
     query_heads, kv_heads, dim = heads
-    sizes = {"hidden_size": query_heads * dim, "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
-    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 512}
-    config = ModelConfig.from_dict({"model_type": "llama", "head_dim": dim, **sizes})
+    config = shape(*heads)
     qkv = drawn(dtype, 300, query_heads + 2 * kv_heads, dim)
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
     variant = {"cap": 2.0, "sinks": drawn(torch.float32, query_heads, seed=2)} if window else {}
@@ -345,7 +341,7 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
                 parts += [qkv[:1], qkv[:30]]
             batch = PackedBatch.build(segments, 8)
             split = torch.cat(parts).split([query_heads, kv_heads, kv_heads], dim=1)
-            out = CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window, **variant)
+            out = CppAttention(typed).attend(*split, kv, batch, layer=0, scale=0.3, window=window, **variant)
             outputs.append(out[:count])
             start += count
         return torch.cat(outputs)

@@ -16,7 +16,7 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import advance
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
-from skipjoin.model.parallel import Alone
+from skipjoin.model.parallel import Group
 from skipjoin.model.weights import RandomWeights
 from support.worlds import checkered
 
@@ -50,7 +50,7 @@ def model_of(architecture: str, dtype: torch.dtype, library, attention=CppAttent
     ops, cpu = CppOps(library, dtype), torch.device("cpu")
     backend = attention(library) if attention is CppAttention else attention()
     weights = RandomWeights(0, dtype, cpu)
-    return CausalLM(config, weights, ops=ops, attention=backend, dtype=dtype, device=cpu, group=Alone())
+    return CausalLM(config, weights, ops=ops, attention=backend, dtype=dtype, device=cpu, group=Group())
 
 
 @pytest.mark.parametrize(("path", "dtype"), checkered([*TARGETS], CPP_DTYPES), ids=str)

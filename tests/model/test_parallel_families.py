@@ -9,7 +9,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
-from skipjoin.model.parallel import Alone
+from skipjoin.model.parallel import Group
 from support.thread_ranks import Meeting, ThreadGroup, on_ranks
 from support.worlds import checkered, exhaustive
 
@@ -95,7 +95,7 @@ def test_ranks_use_the_minimum_of_collectives(name, sums, gathers):
 def test_a_single_rank_uses_no_collectives(monkeypatch):
     model = random_model(raw("llama"))
     for name in ("count_once", "all_reduce", "send", "receive"):
-        monkeypatch.setattr(Alone, name, None)
+        monkeypatch.setattr(Group, name, None)
     assert all(len(rows) for rows in logits(model))
 
 

@@ -24,9 +24,9 @@ from skipjoin.model.ops.recurrent import (
     GateKind,
     Recurrence,
     RecurrenceInputs,
+    RecurrentOps,
     Scan,
     ScanInputs,
-    TorchRecurrent,
 )
 from skipjoin.model.parallel import check_shards
 from support.hybrid_models import HYBRIDS
@@ -71,7 +71,7 @@ def test_compiled_operations_equal_those_of_torch(
     per_head = [drawn(heads, of=torch.float32) for _ in range(3)]
     of = Recurrence(key_heads, *per_head[:2]) if is_delta else Recurrence(key_heads, *per_head, 0.1, 1.0)
     found = []
-    for ops in (CppOps(load_library(), dtype).recurrent, TorchRecurrent()):
+    for ops in (CppOps(load_library(), dtype).recurrent, RecurrentOps()):
         inputs, matrices = (tensor.clone() for tensor in kept)
         before, given, after = x.chunk(3, dim=1)
         convolution = Convolution(*weights, is_gated=is_delta)

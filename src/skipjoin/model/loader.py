@@ -24,7 +24,7 @@ from skipjoin.model.large_pages import return_freed_memory
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
-from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
+from skipjoin.model.parallel import WHOLE, Group, Shard
 from skipjoin.model.pooling_files import pooling_of
 from skipjoin.model.safetensors_weights import has_own_output
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
@@ -60,7 +60,7 @@ def load_model(
     _log_limits(files, config)
     try:
         source = Source(files, spec, config, chosen.dtype, chosen.device, progress, reads_codes=chosen.ops.reads_codes)
-        model = CausalLM(config, stored.open(source), **chosen._asdict(), group=group or Alone())
+        model = CausalLM(config, stored.open(source), **chosen._asdict(), group=group or Group())
         forget_headers()
         return_freed_memory()
         return model
@@ -93,7 +93,7 @@ def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard:
     chosen = _choose(config, spec, stored)
     source = Source(files, spec, config, chosen.dtype, chosen.device, reads_codes=chosen.ops.reads_codes)
     weights = stored.plan(source)
-    return CausalLM(config, weights, **(chosen._asdict() | {"ops": TorchOps()}), group=Unconnected(shard))
+    return CausalLM(config, weights, **(chosen._asdict() | {"ops": TorchOps()}), group=Group(shard))
 
 
 def random_model(
@@ -111,7 +111,7 @@ def random_model(
     stored = format_of(files, spec)
     chosen = _choose(config, spec, stored)
     weights = stored.open(Source(files, spec, config, chosen.dtype, chosen.device, seed=seed))
-    return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
+    return CausalLM(config, weights, **chosen._asdict(), group=group or Group())
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:

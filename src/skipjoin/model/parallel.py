@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import ModelError
@@ -161,51 +161,31 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
     return "the nearest that fits is " + " or ".join(map(str, below + above))
 
 
-class Group(Protocol):
-    """Communication of a model's ranks, which make the same calls in order. A rank whose call raises has failed."""
-
-    shard: Shard
-    waited_s: float
-
-    def count_once(self, total: torch.Tensor) -> None:
-        """Clear a total except on one rank, before adding to it, so that `all_reduce` counts it once."""
-        ...
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """Replace `x` by its sum over the ranks of the stage. Each element's sum depends on these elements only."""
-        ...
-
-    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Concatenate the parts [n, sizes[r]] of the stage's ranks r along columns."""
-        ...
-
-    def send(self, x: torch.Tensor) -> None:
-        """Send `x`, which must not change afterward, to the next stage; may return before it arrives."""
-        ...
-
-    def receive(self, x: torch.Tensor) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class GroupError(Exception):
     pass
 
 
-class Alone:
-    shard = WHOLE
-    waited_s = 0.0
+class Group:
+    """Communication of a model's ranks, which make the same calls in order. A rank whose call raises has failed.
+
+    This one has no connections: its stage has one rank, or it is only planned.
+    """
+
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        self.shard, self.waited_s = shard, 0.0
 
     def count_once(self, total: torch.Tensor) -> None:
-        pass
+        """Clear a total except on one rank, before adding to it, so that `all_reduce` counts it once."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        pass
+        """Replace `x` by its sum over the ranks of the stage. Each element's sum depends on these elements only."""
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Concatenate the parts [n, sizes[r]] of the stage's ranks r along columns."""
         return part
 
     def send(self, x: torch.Tensor) -> None:
+        """Send `x`, which must not change afterward, to the next stage; may return before it arrives."""
         raise GroupError("there is no next stage")
 
     def receive(self, x: torch.Tensor) -> None:
@@ -213,8 +193,3 @@ class Alone:
 
     def close(self) -> None:
         pass
-
-
-class Unconnected(Alone):
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard

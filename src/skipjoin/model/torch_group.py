@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from skipjoin.model.cuda import one_line
-from skipjoin.model.parallel import GroupError, Shard
+from skipjoin.model.parallel import Group, GroupError, Shard
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it only at run time
@@ -27,7 +27,7 @@ MAX_BYTES = 256 << 10
 _DTYPES, _STEP = (torch.bfloat16, torch.float32), 16
 
 
-class TorchGroup:
+class TorchGroup(Group):
     """`Group` over torch.distributed. A process has one rank and at most one group at a time.
 
     NCCL is for CUDA, except for small sums; it is not tested on several devices yet. `timeout_s` limits one call; the
@@ -35,8 +35,7 @@ class TorchGroup:
     """
 
     def __init__(self, shard: Shard, store: Store, *, backend: str = "gloo", timeout_s: float) -> None:
-        self.shard = shard
-        self.waited_s = 0.0
+        super().__init__(shard)
         self._is_nccl = backend == "nccl"
         self._small: OneShotSum | None = None
         self._sending: tuple[dist.Work, torch.Tensor] | None = None

@@ -19,7 +19,7 @@ from skipjoin.exec.ranks.links import Address, connect, end_with
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.model.cuda import choose_device
 from skipjoin.model.grammars import Grammars, grammars_of
-from skipjoin.model.parallel import Alone, Group, Shard
+from skipjoin.model.parallel import Group, Shard
 from skipjoin.model.torch_group import TorchGroup
 from skipjoin.system.container import usable_cpus
 
@@ -46,7 +46,7 @@ class RankProcess:
     ) -> tuple[RankSpec, MemoryBudget]:
         threads = model.threads or max(1, usable_cpus() // ranks_here)
         device = choose_device(model.load.device)
-        group: Group = Alone() if meeting is None else self._join(shard, meeting, device)
+        group: Group = Group() if meeting is None else self._join(shard, meeting, device)
         self._rank = loaded = LoadedRank(model, threads, self._note_progress, group=group, ranks_here=ranks_here)
         self._grammars = grammars_of(model.folder, loaded.model.config)
         self._grammars.load()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
-from typing import Protocol
 
 import torch
 
@@ -21,16 +20,6 @@ from skipjoin.model.transfer import send
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Bytes of rows that are converted at a time. torch's operations make several float32 copies of them.
 _AT_ONCE_BYTES = 16 << 20
-
-
-class BlockQuantizer(Protocol):
-    """Moves blocks between a device pool and one of another format, without checks: source[i] goes to target[i]."""
-
-    def quantize(
-        self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
-    ) -> None: ...
-
-    def dequantize(self, device: PagedKV, host: SwapPool, target: Sequence[int], source: Sequence[int]) -> None: ...
 
 
 @functools.cache
@@ -63,6 +52,7 @@ class StagedQuantizer(ABC):
     def quantize(
         self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
+        """Quantize blocks to the CPU tier; the last has `last` tokens."""
         for at, end in _parts(host, len(source)):
             tokens = last if end == len(source) else host.shape[1]
             rows = self.to_rows(host, device, source[at:end], tokens)
@@ -98,3 +88,6 @@ class TorchQuantizer(StagedQuantizer):
     def from_rows(self, device: PagedKV, host: SwapPool, target: Sequence[int], rows: torch.Tensor) -> None:
         blocks = device.head_view()
         blocks[send(target, blocks.device)] = host.format.dequantize(rows, host.shape, blocks.dtype)
+
+
+BlockQuantizer = StagedQuantizer | CompiledQuantizer

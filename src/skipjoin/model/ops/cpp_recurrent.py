@@ -16,6 +16,7 @@ from skipjoin.model.ops.recurrent import (
     Gate,
     Recurrence,
     RecurrenceInputs,
+    RecurrentOps,
     Scan,
     ScanInputs,
 )
@@ -70,7 +71,7 @@ class _Gate(ctypes.Structure):
     )  # fmt: skip
 
 
-class CppRecurrent:
+class CppRecurrent(RecurrentOps):
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
         sizes = {"convolve": _Convolve, "recur": _Recur, "scan": _Scan, "average": _Average, "gate": _Gate}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})

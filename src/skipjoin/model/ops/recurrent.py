@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import IntEnum
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -116,34 +116,6 @@ class Gate(NamedTuple):
     eps: float = 0.0
 
 
-class RecurrentOps(Protocol):
-    """Operations that read and write a layer's states in the slots `PackedBatch.states`; a new sequence has zeros."""
-
-    def convolve(
-        self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
-    ) -> torch.Tensor:
-        """Return [T, channels]; `states` are the last inputs, [slots, kernel - 1, channels]."""
-        ...
-
-    def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Return [T, heads * value_dim]; `states` are float32 [slots, heads, key_dim, value_dim]."""
-        ...
-
-    def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        """Return [T, channels]; `states` are float32 [slots, key_dim, channels]."""
-        ...
-
-    def average(
-        self, key: torch.Tensor, value: torch.Tensor, of: Average, states: torch.Tensor, batch: PackedBatch
-    ) -> torch.Tensor:
-        """Return [T, channels], as `key` and `value` have; `states` are float32 [slots, 3, channels]."""
-        ...
-
-    def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
-        """Gate contiguous [T, groups, width] in place by [T, groups * width] or [T, 1], contiguous in rows."""
-        ...
-
-
 class _Part(NamedTuple):
     """Tokens [sequences, tokens] of one sequence, or one of each of several.
 
@@ -186,10 +158,13 @@ def _parts(batch: PackedBatch) -> Iterator[_Part]:
         row += length
 
 
-class TorchRecurrent:
+class RecurrentOps:
+    """Operations that read and write a layer's states in the slots `PackedBatch.states`; a new sequence has zeros."""
+
     def convolve(
         self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
+        """Return [T, channels]; `states` are the last inputs, [slots, kernel - 1, channels]."""
         x, before, after = inputs
         given = x if before is None else x * before
         out, past = torch.empty_like(given, memory_format=torch.contiguous_format), len(of.weights) - 1
@@ -204,6 +179,7 @@ class TorchRecurrent:
         return out if after is None else out.mul_(after)
 
     def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Return [T, heads * value_dim]; `states` are float32 [slots, heads, key_dim, value_dim]."""
         _, heads, key_dim, value_dim = states.shape
         repeat = heads // of.key_heads
         query, key = (
@@ -239,6 +215,7 @@ class TorchRecurrent:
         return out.flatten(1).to(inputs.value.dtype)
 
     def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Return [T, channels]; `states` are float32 [slots, key_dim, channels]."""
         query, key, value, step = (rows.float() for rows in inputs)
         out, update = torch.empty_like(value), value
         if of.step_bias is not None:
@@ -258,6 +235,7 @@ class TorchRecurrent:
     def average(
         self, key: torch.Tensor, value: torch.Tensor, of: Average, states: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
+        """Return [T, channels], as `key` and `value` have; `states` are float32 [slots, 3, channels]."""
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         for part in _parts(batch):
             total, count, most = part.read(states).unbind(1)
@@ -276,6 +254,7 @@ class TorchRecurrent:
         return out
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
+        """Gate contiguous [T, groups, width] in place by [T, groups * width] or [T, 1], contiguous in rows."""
         factor = gate.float().view(x.shape) if gate.shape[1] > 1 else gate.float().unsqueeze(-1)
         value = x.float()
         if of.kind is GateKind.SIGMOID:

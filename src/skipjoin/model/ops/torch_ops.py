@@ -28,7 +28,7 @@ from skipjoin.model.ops.base import (
     longest,
 )
 from skipjoin.model.ops.experts import LoopedExperts
-from skipjoin.model.ops.recurrent import RecurrentOps, TorchRecurrent
+from skipjoin.model.ops.recurrent import RecurrentOps
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
@@ -111,7 +111,7 @@ class TorchLayerNorm:
 class TorchOps:
     name = path = "torch"
     reads_codes = False
-    recurrent: RecurrentOps = TorchRecurrent()
+    recurrent = RecurrentOps()
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -269,7 +269,7 @@ API_METRICS = (
         LOSSES,
     ),
     counter("forecasts_total", "Forecasts of output lengths, by source.", "source", FORECAST_SOURCES),
-    counter("forecasts_late_total", "Forecasts that were ready after their request had been sent."),
+    counter("forecasts_late_total", "Forecasts that were ready after their request had started."),
     histogram("forecast_seconds", "Time to make a forecast.", _FORECAST_SECONDS),
     counter(
         "forecast_url_total",

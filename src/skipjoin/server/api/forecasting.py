@@ -39,12 +39,17 @@ _CLOSE_S = 10.0
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """Expected output length of one prompt, which may be revised. Used on the event loop."""
+    """Expected output length of one prompt, which may be revised. Used on the event loop.
+
+    Attributes:
+        has_started: Whether a request of the prompt ran at an engine before the forecast arrived.
+    """
 
     forecast: Forecast | None = None
     learn: Callable[[Predicted, Forecast | None, int, bool], None] | None = None
     ask: Ask | None = None
     predicted: Predicted | None = None
+    has_started: bool = False
     _question: asyncio.Task[None] | None = None
     _revised: Forecast | None = None
     _requests: int = 0  # running
@@ -56,6 +61,9 @@ class Expectation:
         self._followers.append(tell)
         if self.ask is not None:
             self._question, self.ask = self.ask(self._revise), None
+
+    def started(self) -> None:
+        self.has_started = self.has_started or self.predicted is None
 
     def settle(self, predicted: Predicted) -> None:
         self.predicted = predicted
@@ -129,8 +137,6 @@ class Forecasting:
                 expectation.forecast = self._keeper.prior(max_tokens, owner)
                 if answer is None:
                     self._metrics.count("forecasts_total", expectation.forecast.source)
-                else:
-                    self._metrics.count("forecasts_late_total")
         return [expectation for expectation, _ in asked]
 
     def close(self) -> None:
@@ -164,6 +170,8 @@ class Forecasting:
         expectation.settle(predicted)
         self._metrics.count("forecasts_total", predicted.forecast.source)
         self._metrics.observe("forecast_seconds", seconds)
+        if expectation.has_started:
+            self._metrics.count("forecasts_late_total")
         if not answer.done():
             answer.set_result(None)
 

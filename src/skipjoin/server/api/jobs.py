@@ -29,6 +29,11 @@ _MANY_SCORED = 64
 AT_ONCE = 64
 
 
+def _start(slot: AdmissionSlot, expected: Expectation) -> None:
+    slot.started()
+    expected.started()
+
+
 class Format(ABC):
     """Format of one response. Its events are framed (`routes.Frames`), and may be empty or several."""
 
@@ -142,7 +147,7 @@ class JobRun:
             owner=job.origin.owner,
             adapter="" if job.adapter is None else job.adapter.adapter.name,
             like=self._sequences[-1] if number % job.copies else None,
-            on_start=job.slots[number].started,
+            on_start=partial(_start, job.slots[number], expected),
             on_end=expected.ended,
         )
         self._sequences.append(sequence)

@@ -64,5 +64,4 @@ if __name__ == "__main__":
         measure,
         draw,
         keeps=("normalized_latency_s.mean", "normalized_latency_s.p95"),
-        docs={"latency.png": "fastserve-latency.png"},
     )

@@ -428,7 +428,7 @@ def has_claim(ordering: Adaptive, request: Request) -> bool:
 
 
 def test_claims_to_early_first_tokens_are_kept_and_granted_one_by_one() -> None:
-    """With equal costs, prompts for requests that then wait get little time. Where there is room, none waits for one."""
+    """With equal costs, prompts for requests that then wait get little time. Where there is room, none waits."""
     index, full, empty = GittinsIndex(COST, 4), KVLedger(10, 0, 4), KVLedger(40_000, 0, 4)
     ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=1.0, prompt_patience=PATIENCE)
     full.grow(make(9), 40)

@@ -116,7 +116,8 @@ class Adaptive(Callbacks):
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._index.observe(kv, len(self._running))
         if self._claims:
-            self._grant_claims(now, self._index.max_seqs - len(self._running), kv)
+            all_run = self._begun <= self._ran_set
+            self._grant_claims(now, self._index.max_seqs - len(self._running) if all_run else 0, kv)
         if self._with_prefix:
             self._look_up(kv)
         return ()
@@ -341,7 +342,11 @@ class Adaptive(Callbacks):
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
 
     def _grant_claims(self, now: float, slots: int, kv: KVAccounts) -> None:
-        """Grant claims while there is room beside all that run, or time for prompts computed ahead."""
+        """Grant claims while there is room for more requests, or time for prompts computed ahead.
+
+        Args:
+            slots: Number of requests that may run beside all that have output; 0 if some of these wait.
+        """
         claims, available = self._claims, kv.available
         while claims:
             request = claims.first

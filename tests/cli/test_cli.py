@@ -274,7 +274,7 @@ def test_starvation_bound_uses_the_servers_queue_limit(monkeypatch: pytest.Monke
     configs: list[EngineConfig] = []
 
     class Recorder:
-        def __init__(self, metrics: object, **_: object) -> None:
+        def __init__(self, *_: object) -> None:
             self.client = None
 
         async def start(self, config: EngineConfig, limits: object) -> None:
@@ -284,7 +284,7 @@ def test_starvation_bound_uses_the_servers_queue_limit(monkeypatch: pytest.Monke
         async def stop(self) -> None:
             pass
 
-    monkeypatch.setattr("skipjoin.server.lifecycle.EngineHandle", Recorder)
+    monkeypatch.setattr("skipjoin.server.engines.engine_handle.EngineHandle", Recorder)
     args = ["serve", "--port", "0", "--set", "starvation_bound_s=60", "--max-num-queued-reqs", "77"]
     run = CliRunner().invoke(app, on_fastserve(args))
     assert run.exit_code == 1, run.output

@@ -39,9 +39,9 @@ MACHINES = {
 # Real-time requests per second. The paper has 15 cases for three models and names two: 10 (section 7.4.1) and 15
 # (section 7.2.1).
 RATES: Mapping[str, Sequence[float]] = {
-    "opt-13b": (4.0, 8.0, 10.0, 12.0),
-    "opt-30b": (4.0, 8.0, 10.0, 12.0),
-    "llama-3-70b": (4.0, 8.0, 10.0, 15.0),
+    "opt-13b": (8.0, 12.0),
+    "opt-30b": (8.0, 12.0),
+    "llama-3-70b": (8.0, 15.0),
 }
 DATASETS = ("sharegpt", "lmsys")
 # By dataset: real lengths with the means and deviations of table 2 in the folder SKIPJOIN_TRACES, and built-in lengths
@@ -55,10 +55,13 @@ BEST_EFFORT, IN_FLIGHT = "uniform:512-1024,32-128", 128
 # Multiples of the 300 s of other figures: 120 s, and the 10 minutes of the paper's traces.
 TIMES, PAPER_TIMES = 0.4, 2.0
 
+# Figures 10 to 13 plan a step while another one runs, as a server with a GPU does.
+PLANS_IN_FLIGHT = 2
+
 # The first variant ignores classes, as the paper's vLLM does; the others put best effort second.
 BLIND = Variant("fcfs, class-blind", "fcfs")
 FCFS, ROUND_ROBIN = plain("fcfs", "round-robin")
-# The figures follow the paper, by which any real-time request may be postponed; `replacing` compares with the default.
+# The paper's rule, by which any real-time request may be postponed; `replacing` compares with the default.
 RECOMPUTE, SWAP, UNSHARED, BROS = (
     replace(variant, params={"replacing": "all"})
     for variant in plain("bros-recompute", "bros-swap", "bros-unshared", "bros")
@@ -69,6 +72,11 @@ COMPARED = (*VARIANTS, UNSHARED)
 # Standard deviation of the logarithm of step times around the modeled ones. The recipe learns a margin from them.
 NOISE = 0.1
 NOISY = replace(BROS, name=f"bros, noise {NOISE:g}", settings={"step_noise": NOISE})
+
+
+def shipped(*variants: Variant) -> tuple[Variant, ...]:
+    """Return the variants, those of BROS with the parameters that its recipe has by default."""
+    return tuple(replace(variant, params={}) if variant.name.startswith("bros") else variant for variant in variants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +122,10 @@ def lengths(dataset: str) -> Lengths:
     return parse_lengths(built_in)
 
 
-def system(variant: Variant, model: str = "opt-13b", **params: Value) -> System:
-    """Return the variant on the paper's GPUs for a model; `params` are parameters of the recipe."""
-    return replace(variant, params={**variant.params, **params}).on(MACHINES[model])
+def system(variant: Variant, model: str = "opt-13b", *, depth: int = 1, **params: Value) -> System:
+    """Return the variant on the paper's GPUs for a model with `depth` plans in flight; `params` are the recipe's."""
+    given = replace(variant, params={**variant.params, **params})
+    return given.on(MACHINES[model], pipeline_depth=depth)
 
 
 def window(options: Options, times: float = TIMES) -> Options:

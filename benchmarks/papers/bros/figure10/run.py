@@ -1,7 +1,7 @@
 """BROS figure 10: latency of real-time requests and throughput of best-effort requests by real-time rate.
 
 OPT-13B on two A100s, OPT-30B on four, Llama-3-70B on eight, real-time lengths of ShareGPT and LMSYS, 128 best-effort
-requests in flight. `bros` also runs with steps whose times vary by 10 % around the modeled ones.
+requests in flight, two plans in flight. `bros` also runs with steps whose times vary by 10 % around the modeled ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from papers.bros.setting import (
     LATENCY,
     MACHINES,
     NOISY,
+    PLANS_IN_FLIGHT,
     RATES,
     ROUND_ROBIN,
     TPOT_KEPT,
@@ -32,6 +33,7 @@ from papers.bros.setting import (
     changes,
     records_of,
     said,
+    shipped,
     side_by_side,
     system,
     window,
@@ -40,14 +42,18 @@ from papers.figures.report import main, table
 from papers.figures.runs import Options, Result, grid, pick, run_plans
 from skipjoin.observe.record import Record
 
-VARIANTS = (*COMPARED, NOISY)
+VARIANTS = shipped(*COMPARED, NOISY)
 NAMES = [variant.name for variant in VARIANTS]
 
 
 def measure(options: Options) -> Result:
     options = window(options)
     loads = {name: Load(name) for name in DATASETS}
-    systems = {(model, variant.name): system(variant, model) for model in MACHINES for variant in VARIANTS}
+    systems = {
+        (model, variant.name): system(variant, model, depth=PLANS_IN_FLIGHT)
+        for model in MACHINES
+        for variant in VARIANTS
+    }
     plans = {
         (model, name, variant.name): grid(
             load.cells(variant, systems[model, variant.name], options.some(RATES[model]), options, seeds=1)

@@ -19,12 +19,14 @@ from papers.bros.setting import (
     KEPT,
     LATENCY,
     PAPER_TIMES,
+    PLANS_IN_FLIGHT,
     TPOT_KEPT,
     TTFT_KEPT,
     Load,
     against_rate,
     records_of,
     said,
+    shipped,
     system,
     window,
 )
@@ -32,8 +34,8 @@ from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, pick, run_plans
 from papers.figures.variants import plain
 
-VARIANTS = (FCFS, *plain("fastserve"), BROS)
-RATES = (4.0, 8.0, 10.0, 12.0, 14.0, 16.0)
+VARIANTS = shipped(FCFS, *plain("fastserve"), BROS)
+RATES = (8.0, 12.0, 16.0)
 MODELS, SEEDS, ALONE = ("opt-13b", "opt-30b"), 2, Load(in_flight=0)
 # The cell at full length, above the capacity.
 LONG_MODEL, LONG_RATE, LONG_SEEDS = "opt-13b", 14.0, 3
@@ -49,7 +51,9 @@ COLUMNS = {
 
 def measure(options: Options) -> Result:
     options, long = window(options), window(options, PAPER_TIMES)
-    systems = {(model, variant.name): system(variant, model) for model in MODELS for variant in VARIANTS}
+    systems = {
+        (model, variant.name): system(variant, model, depth=PLANS_IN_FLIGHT) for model in MODELS for variant in VARIANTS
+    }
     plans = {
         (model, "sharegpt", variant.name): grid(
             ALONE.cells(variant, systems[model, variant.name], options.some(RATES), options, seeds=SEEDS)

@@ -20,6 +20,7 @@ from papers.bros.setting import (
     FIELDS,
     KEPT,
     PAPER_TIMES,
+    PLANS_IN_FLIGHT,
     RECOMPUTE,
     SWAP,
     TPOT_KEPT,
@@ -28,6 +29,7 @@ from papers.bros.setting import (
     Load,
     records_of,
     said,
+    shipped,
     system,
     window,
 )
@@ -37,13 +39,13 @@ from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 
 MODEL, RATE, SEEDS = "opt-30b", 10.0, 3
-VARIANTS = (RECOMPUTE, SWAP, BROS, UNSHARED)
+VARIANTS = shipped(RECOMPUTE, SWAP, BROS, UNSHARED)
 COLUMNS = {**FIELDS, "P99 TTFT s": "real_time.ttft_s.p99", "P99 TPOT s": "real_time.tpot_s.p99"}
 
 
 def measure(options: Options) -> Result:
     options = window(options, PAPER_TIMES)
-    systems = {variant.name: system(variant, MODEL) for variant in VARIANTS}
+    systems = {variant.name: system(variant, MODEL, depth=PLANS_IN_FLIGHT) for variant in VARIANTS}
     loads = [Load(name) for name in DATASETS]
     plans = {
         (MODEL, load.dataset, variant.name): grid(

@@ -439,7 +439,7 @@ def test_claims_to_early_first_tokens_are_kept_and_granted_one_by_one() -> None:
     for request in (old, first, second):
         ordering.on_arrived(request, request.arrival)
     run_all(ordering, [old])
-    ordering._advances.share = 0.03
+    ordering._claims.ahead.share = 0.03
     run_all(ordering, [first])  # for 15 s, while the old one waits
     for request in others:
         ordering.on_arrived(request, 1.0)

@@ -90,7 +90,7 @@ def test_no_prompt_is_overtaken_for_longer_than_a_multiple_of_its_prefill(
 
 def test_a_long_prompt_does_not_starve_behind_a_stream_of_short_ones() -> None:
     steps, now, numbers = Steps(ordering_of(30.0)), 0.0, count(1)
-    steps.ordering._advances.share = 100.0  # all get claims to early first tokens
+    steps.ordering._claims.ahead.share = 100.0  # all get claims to early first tokens
     steps.add(long := make(0, 300, 4))
     while not long.progress.output:
         now += 0.02

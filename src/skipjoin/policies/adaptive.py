@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, compress, islice, takewhile
 from typing import Any
 
@@ -14,7 +15,8 @@ from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.aging import MARGIN, Aging
 from skipjoin.policies.bin_edges import BinEdges
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
-from skipjoin.policies.first_tokens import Alarms, Claims, FirstTokenPace, PromptAdvances
+from skipjoin.policies.claims import FirstTokenClaims
+from skipjoin.policies.first_tokens import Alarms, FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
 from skipjoin.policies.length_model import ForecastClass
@@ -25,8 +27,6 @@ _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 _LOOKUP_STEPS = 64
 # Share of the time for prompts computed ahead where all requests cost the same, so that ordering gains nothing.
 _MIN_AHEAD = 0.03
-# Share of the time for KV that is computed or moved again because it left the device for first tokens.
-_MAX_AGAIN = 0.02
 # Groups of requests, which precede each other. The first two are ordered by arrival, the first one also by prefill.
 FIRST, OLD, OTHER = range(3)
 
@@ -69,11 +69,8 @@ class Adaptive(Callbacks):
     forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
 
     First tokens of requests that then wait take time from others, which ordering must win back. Such prompts get
-    `first_share` where costs are spread as widely as an exponential distribution, and 3 % where all are alike. While
-    that lasts, requests get a claim to an early first token, and keep it: if all gained and lost theirs together, each
-    change would displace the KV of others. KV that is moved or computed again costs capacity, which no order wins back:
-    while what left for first tokens takes more than 2 % of the time, they take KV from others only as their index
-    allows.
+    `first_share` where costs are spread as widely as an exponential distribution, and 3 % where all are alike
+    (`FirstTokenClaims`). While KV that left for first tokens costs too much, they take it only as their index allows.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
@@ -82,12 +79,7 @@ class Adaptive(Callbacks):
         self._overtaking_s = overtaking_s
         self._aging = Aging(index.step_s)
         self._pace = FirstTokenPace(first_share, index.step_s)
-        self._advances = PromptAdvances(1.0, index.step_s)
-        self._again = PromptAdvances(_MAX_AGAIN, index.step_s)
-        self._claims = Claims()
-        self._claimed: set[Request] = set()  # whose prompts count since they have their claims
-        self._parts: dict[Request, int] = {}  # tokens of prompts that are computed in part
-        self._left = 0  # tokens whose KV left since the last step
+        self._claims = FirstTokenClaims(index.time, index.step_s)
         self._patience = prompt_patience
         self._is_open = True
         # Whether first tokens may take KV from others as of `_asked`: constant within a step, which begins at `_now`.
@@ -117,7 +109,10 @@ class Adaptive(Callbacks):
         self._index.observe(kv, len(self._running))
         if self._claims:
             all_run = self._begun <= self._ran_set
-            self._grant_claims(now, self._index.max_seqs - len(self._running) if all_run else 0, kv)
+            slots = self._index.max_seqs - len(self._running) if all_run else 0
+            for request in self._claims.granted(now, slots, kv, partial(self._claimed_s, now)):
+                job = self._jobs[request]
+                self._stand(job, job.standing._replace(is_fresh=True))
         if self._with_prefix:
             self._look_up(kv)
         return ()
@@ -136,10 +131,7 @@ class Adaptive(Callbacks):
         else:
             overdue_at = request.arrival + self._patience * index.prompt_s(job.kind)
             self._overdue.add(overdue_at, request)
-            if self._claims or not self._advances.is_open(now):
-                self._claims.add(overdue_at, request)
-            else:
-                job.standing = Standing(is_fresh=True)
+            job.standing = Standing(is_fresh=self._claims.ask(request, overdue_at, now))
             if request.prefix is not None:
                 self._with_prefix[request] = None
         ttft_s = request.progress.target.ttft_s
@@ -149,18 +141,16 @@ class Adaptive(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
-        left, self._left = self._left, 0
         self._follow_running()
         ran, requests = self._ran, self._ran_set
         self._edges.begin_step(requests)
-        if waiting := self._advances.waiting:
-            for request in [*filter(waiting.__contains__, ran)]:
-                if request in self._begun:
-                    self._advances.forget(request, continues=True)
+        claims = self._claims
+        claims.note_continued(ran, self._begun)
         incoming = self._incoming
         leaving = self._edges.reached & requests if self._edges.reached else self._edges.reached
         dropped = self._dropped & requests if self._dropped else self._dropped
         if not (incoming or leaving or dropped):
+            claims.note_step(0, now)
             return
         prompts, prefill_s = 0, self._index.time.prefill
         # First tokens take the time of others only where these cannot run alongside.
@@ -176,53 +166,30 @@ class Adaptive(Callbacks):
                 prompts += slice_.tokens
             if is_fresh:
                 fresh += slice_.tokens
-                self._count_prompt(slice_, now, displaces=displaces)
+                claims.note_prompt(slice_, now, displaces=displaces)
+            if not is_begun:
+                claims.note_part(request, is_whole=slice_.samples)
             if slice_.samples:
                 self._dropped.discard(request)
                 if self._edges.is_past(request):
                     self._advance(request, job)
-                self._parts.pop(request, None)
             elif not is_begun:
-                self._parts[request] = request.progress.computed
                 self._price(request, job)
         if prompts:
             self._pace.spend(prefill_s(prompts), now)
-        if left and fresh:  # the others left for growth
-            self._again.spend(prefill_s(min(left, fresh)), now)
-
-    def _count_prompt(self, slice_: Slice, now: float, *, displaces: bool) -> None:
-        """Count a prompt that takes time from others. It is not counted twice if it was when its claim was granted."""
-        request, advances = slice_.request, self._advances
-        if request in self._claimed:
-            if slice_.samples:
-                self._claimed.discard(request)
-                if not displaces:
-                    advances.forget(request, continues=True)
-        elif displaces and slice_.tokens > 1:
-            advances.advance(request, self._index.time.prefill(slice_.tokens), now)
+        claims.note_step(fresh, now)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        progress, is_ahead = request.progress, request in self._advances.waiting
-        if request in self._begun:
-            again = progress.known - progress.computed
-            is_lost = again > 1
+        is_begun, is_lost = request in self._begun, True
+        if is_begun:
+            is_lost = request.progress.known - request.progress.computed > 1
             if is_lost:
                 self._dropped.add(request)
-            else:
-                # Its KV leaves for others and must return, which takes about as long as to compute it.
-                again = progress.known
         else:
-            job, is_lost = self._jobs[request], True
+            job = self._jobs[request]
             job.cached = 0
             self._price(request, job)
-            self._claimed.discard(request)
-            again = max(0, self._parts.pop(request, 0) - progress.computed)
-        if is_lost:
-            self._advances.forget(request, continues=False)
-        if is_ahead:
-            self._again.spend(self._index.time.prefill(again), now)
-        else:
-            self._left += again
+        self._claims.note_left(request, now, is_begun=is_begun, is_lost=is_lost)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
@@ -235,9 +202,7 @@ class Adaptive(Callbacks):
         self._edges.forget(request)
         self._begun.discard(request)
         self._dropped.discard(request)
-        self._claimed.discard(request)
-        self._parts.pop(request, None)
-        self._advances.forget(request, continues=True)
+        self._claims.forget(request)
         self._with_prefix.pop(request, None)
         # Others were cut off: of their lengths it is known only which bins they survived.
         if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:
@@ -284,7 +249,7 @@ class Adaptive(Callbacks):
             if theirs.group == FIRST:
                 return False
             if self._asked != self._now:
-                self._asked, self._may_displace = self._now, self._again.is_open(self._now)
+                self._asked, self._may_displace = self._now, self._claims.may_displace(self._now)
             if not self._may_displace:
                 group, base, per_s = self._place_later(mine)
         if group != theirs.group:
@@ -341,29 +306,10 @@ class Adaptive(Callbacks):
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
 
-    def _grant_claims(self, now: float, slots: int, kv: KVAccounts) -> None:
-        """Grant claims while there is room for more requests, or time for prompts computed ahead.
-
-        Args:
-            slots: Number of requests that may run beside all that have output; 0 if some of these wait.
-        """
-        claims, available = self._claims, kv.available
-        while claims:
-            request = claims.first
-            job = self._jobs.get(request)
-            if job is not None and job.place == NOT_BEGUN:
-                blocks = kv.blocks_for(request.progress.known)
-                has_room = slots > 0 and blocks <= available
-                if not (has_room or self._advances.is_open(now)):
-                    return
-                slots -= 1
-                available -= blocks
-                if now < request.arrival + request.progress.target.ttft_s:
-                    self._stand(job, job.standing._replace(is_fresh=True))
-                    if not has_room:  # counts already, so that not all get claims before the first of them runs
-                        self._claimed.add(request)
-                        self._advances.advance(request, self._index.prompt_s(job.kind), now)
-            claims.pop()
+    def _claimed_s(self, now: float, request: Request) -> float | None:
+        job = self._jobs.get(request)
+        is_late = now >= request.arrival + request.progress.target.ttft_s
+        return None if job is None or job.place != NOT_BEGUN or is_late else self._index.prompt_s(job.kind)
 
     def _stand(self, job: _Job, standing: Standing) -> None:
         job.standing = standing
@@ -488,8 +434,8 @@ class Adaptive(Callbacks):
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
         self._aging.step_s = self._index.step_s
-        self._pace.step_s = self._advances.step_s = self._again.step_s = self._index.step_s
+        self._pace.step_s = self._index.step_s
         spread = min(1.0, self._index.spread(self._new))
-        self._advances.share = max(_MIN_AHEAD, self._pace.share * spread * spread)
+        self._claims.follow(self._index.step_s, max(_MIN_AHEAD, self._pace.share * spread * spread))
         self._aging.derive(indices, waiting, ages, new)
         self._sort()

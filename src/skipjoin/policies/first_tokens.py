@@ -66,26 +66,6 @@ class PromptAdvances:
         self._now = now
 
 
-class Claims:
-    """Requests without a claim to an early first token, in the order of their keys."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[float, int, Request]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    @property
-    def first(self) -> Request:
-        return self._entries[0][2]
-
-    def add(self, key: float, request: Request) -> None:
-        heapq.heappush(self._entries, (key, request.id, request))
-
-    def pop(self) -> None:
-        heapq.heappop(self._entries)
-
-
 class Alarms:
     """Requests by the time at which they are due. Those that finish stay until they outnumber the others."""
 

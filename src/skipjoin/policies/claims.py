@@ -46,7 +46,7 @@ class FirstTokenClaims:
         return self._again.is_open(now)
 
     def ask(self, request: Request, key: float, now: float) -> bool:
-        """Return whether the request gets a claim at once. Otherwise it waits for one in the order of keys."""
+        """Return whether the request gets a claim at once. Otherwise it waits for a claim in the order of keys."""
         if not self._queue and self.ahead.is_open(now):
             return True
         heapq.heappush(self._queue, (key, request.id, request))

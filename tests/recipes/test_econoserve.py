@@ -345,6 +345,15 @@ def test_prompts_beyond_the_reserve_get_their_share_of_the_kv(share: float) -> N
         assert not of_long, (of_long, of_short)
 
 
+@pytest.mark.parametrize("parking", [False, True])
+def test_prompts_beyond_the_reserve_begin_if_waiting_outputs_are_swapped_out(parking: bool) -> None:
+    crowd = Crowded(parking=parking)
+    long = [crowd.send(100, 8) for _ in range(4)]
+    for _ in range(100):
+        crowd.step()
+    assert sum(bool(request.progress.output) for request in long) == (4 if parking else 0)
+
+
 @pytest.mark.exhaustive
 def test_a_larger_share_for_overdue_requests_serves_the_longest_prompts_earlier() -> None:
     overload = Extent(12.0, 20.0, 1)

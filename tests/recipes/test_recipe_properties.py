@@ -82,10 +82,11 @@ def assert_tokens_between_evictions(done: Run) -> None:
     [
         *((name, ()) for name in ("adaptive", "bros", "econoserve", "orca-exact", "synccoupled")),
         ("econoserve", (("admission", "gated"),)),
+        ("econoserve", (("parking", True),)),
     ],
 )
 def test_admission_policies_may_be_asked_about_any_request(
-    recipe: str, params: tuple[tuple[str, str], ...], monkeypatch: pytest.MonkeyPatch
+    recipe: str, params: tuple[tuple[str, str | bool], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No plan changes, because `AdmissionPolicy.reserve` is pure."""
     world = World(recipe, params=params, device_blocks=30)

@@ -261,6 +261,9 @@ class ByArrival:
     def until(self, request: Request, known: int, now: float) -> float:
         return math.inf
 
+    def lost(self, request: Request) -> None:
+        pass
+
     def left(self, request: Request) -> None:
         pass
 

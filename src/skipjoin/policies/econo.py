@@ -87,6 +87,9 @@ class QueueOrder(Protocol):
 
     def until(self, request: Request, known: int, now: float) -> float: ...
 
+    def lost(self, request: Request) -> None:
+        """Note that a request lost its KV on the device."""
+
     def left(self, request: Request) -> None:
         """Forget a request that no longer waits."""
 
@@ -96,7 +99,8 @@ class ByObjective:
 
     Each is compared by range, and decodes of equal ranges form groups. Slack is the time until the completion target
     (`Target.jct_s`) minus the remaining work. Requests without a target follow those with one, and missed targets are
-    last.
+    last. A request that lost its KV on the device frees none when it finishes, but needs as much again: of these, those
+    with the least come first, and after those that hold KV.
 
     Args:
         time_ranges_s: Ascending boundaries between ranges of slack.
@@ -119,6 +123,7 @@ class ByObjective:
         self._kv_range = kv_range
         self._length_range = length_range
         self._sign = -1 if longest_first else 1
+        self._without_kv: set[Request] = set()  # waiting requests that lost their KV on the device
         self._asked: tuple[object, ...] = ()  # arguments of the latest `_crossings`
         self._times: list[float] = []
 
@@ -131,9 +136,10 @@ class ByObjective:
             length = known - request.progress.reached
         else:
             length = self._lengths.remaining(request, known - len(request.prompt))
+        held = request.progress.computed // self._kv_range
         return (
             self._urgency(request, known, now),
-            -(request.progress.computed // self._kv_range),
+            held if request in self._without_kv else -held,
             self._sign * (length // self._length_range),
         )
 
@@ -142,8 +148,11 @@ class ByObjective:
         passed = bisect_right(crossings, now)
         return crossings[passed] if passed < len(crossings) else math.inf
 
+    def lost(self, request: Request) -> None:
+        self._without_kv.add(request)
+
     def left(self, request: Request) -> None:
-        pass
+        self._without_kv.discard(request)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         known, due = request.progress.known, request.arrival + request.progress.target.jct_s
@@ -188,13 +197,17 @@ class ByObjective:
 class Tasks:
     """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
+    Args:
+        parks: Whether the order is told which requests lost their KV on the device.
+
     Attributes:
         overdue: Requests that precede all others of their phase because of their age.
     """
 
-    def __init__(self, order: QueueOrder) -> None:
+    def __init__(self, order: QueueOrder, *, parks: bool = False) -> None:
         self.overdue: set[Request] = set()
         self._order = order
+        self._parks = parks
         self._reservations = count()
         self._reserved: dict[Request, int] = {}
 
@@ -227,6 +240,10 @@ class Tasks:
     def on_reserved(self, request: Request) -> None:
         self._reserved[request] = next(self._reservations)
         self._order.left(request)
+
+    def on_preempted(self, request: Request) -> None:
+        if self._parks:
+            self._order.lost(request)
 
     def on_finished(self, request: Request) -> None:
         self.overdue.discard(request)
@@ -265,6 +282,10 @@ class TwoQueues(Valued):
         if allocation.tokens is not None and phase_of(request, request.progress.known) is Phase.RUNNING:
             self._reserved_tokens += allocation.tokens
         self._place(request, now)
+
+    def on_preempted(self, request: Request, now: float) -> None:
+        self._tasks.on_preempted(request)
+        super().on_preempted(request, now)
 
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)

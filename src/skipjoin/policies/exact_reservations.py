@@ -96,6 +96,9 @@ class ExactReservations(Callbacks):
     prompt that has waited longest for the KV and the time that it needs. Otherwise a prompt larger than the reserve
     would starve behind decodes, and a long output behind shorter ones. The prompt reserves the KV of its output, too.
 
+    With `parks`, the prompts' share grows to the size of the oldest prompt that does not fit, while the CPU tier has
+    room for the KV of decodes that wait. `Park` swaps these out, so that the share soon is free again.
+
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
         collected: Blocks collected for prompts, as a share of those that other requests reserve first.
@@ -115,6 +118,7 @@ class ExactReservations(Callbacks):
         collected: float = 0.0,
         gate: GroupGate | None = None,
         overdue: AbstractSet[Request] = frozenset(),
+        parks: bool = False,
     ) -> None:
         self._lengths = lengths
         self._group = group
@@ -122,6 +126,8 @@ class ExactReservations(Callbacks):
         self._parents = parents
         self._gate = gate
         self._overdue = overdue
+        self._parks = parks
+        self._next_prompt: Request | None = None  # the oldest prompt that did not fit, until it has KV
         self._share = collected
         self._owed = 0.0  # collected blocks of prompts minus the share of other reservations, at least 0
         self._reserving: set[Request] = set()  # those with a reservation of their own before
@@ -143,9 +149,10 @@ class ExactReservations(Callbacks):
             self._parents.begin(kv)
         if self._gate is not None:
             self._gate.begin()
+        self._choose_next_prompt(kv)
         collected = self._blocks_to_collect(kv)
-        prompts = min(math.ceil(self._reserve * kv.device_total), kv.device_total - collected)
-        return (PROMPTS, prompts), (COLLECTED, collected)
+        prompts = max(math.ceil(self._reserve * kv.device_total), self._next_blocks(kv))
+        return (PROMPTS, min(prompts, kv.device_total - collected)), (COLLECTED, collected)
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.own_band] += 1
@@ -210,6 +217,28 @@ class ExactReservations(Callbacks):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=COLLECTED, group=group)
         return Deferral.REQUEST
+
+    def missing_for_prompt(self, kv: KVAccounts) -> int:
+        """Return how many blocks the prompt lacks for which decodes that wait give up theirs, at least 0."""
+        return 0 if self._next_prompt is None else max(0, self._next_blocks(kv) - self._room_for_prompts(kv))
+
+    def _choose_next_prompt(self, kv: KVAccounts) -> None:
+        before, tiers = self._next_prompt, kv.tiers
+        if before is not None and before in self._prompts and kv.blocks_of(before) is None:
+            return
+        self._next_prompt = None
+        if not self._parks or not self._was_refused or tiers is None or not tiers.cpu_free:
+            return
+        fits = self._room_for_prompts(kv)
+        oldest = (
+            request
+            for request in self._prompts
+            if kv.blocks_of(request) is None and fits < kv.blocks_for(request.progress.known) <= tiers.cpu_free
+        )
+        self._next_prompt = next(oldest, None)
+
+    def _next_blocks(self, kv: KVAccounts) -> int:
+        return 0 if self._next_prompt is None else kv.blocks_for(self._next_prompt.progress.known)
 
     def _blocks_to_collect(self, kv: KVAccounts) -> int:
         """Return how many blocks a request needs besides its own, and make it the collector."""

@@ -15,6 +15,7 @@ from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import shortest_step
 from skipjoin.policies.needs import NeedIndex, Needs
 from skipjoin.policies.nesting import ParentRequests
+from skipjoin.policies.parking import Park
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
@@ -101,6 +102,15 @@ class OrderParams(GroupParams):
         Option("Share of its steps by which a hosted request may finish late, with sharing.", low=0, high=10),
     ] = 0.15
 
+    parking: Annotated[
+        bool,
+        Option(
+            "Whether outputs that wait for KV are swapped out to CPU memory when a prompt needs their part of the "
+            "reserve. Prompts larger than the reserve then no longer wait as long as outputs, and more requests miss "
+            "their objectives."
+        ),
+    ] = False
+
     def __post_init__(self) -> None:
         # super() does not work with slots=True, which replaces the class.
         ReservationParams.__post_init__(self)
@@ -128,17 +138,19 @@ def decoupled(
     groups: bool,
     parents: ParentRequests | None = None,
     gated: bool = False,
+    parks: bool = False,
     index: Callable[[Needs], NeedIndex] = NeedIndex,
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
-    With `groups`, decodes that are equal in `order` start together. `index` offers prompts by their needs.
+    With `groups`, decodes that are equal in `order` start together. `index` offers prompts by their needs. With
+    `parks`, decodes that wait are swapped out for prompts.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:
         return (request.progress.band, tasks.group(request, now))
 
-    tasks = Tasks(order)
+    tasks = Tasks(order, parks=parks)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)
     reservations = ExactReservations(
         lengths,
@@ -148,6 +160,7 @@ def decoupled(
         collected=p.prompt_share,
         gate=GroupGate() if gated else None,
         overdue=tasks.overdue,
+        parks=parks,
     )
     return classed(
         s,
@@ -156,7 +169,7 @@ def decoupled(
         ),
         staged(s, batcher, batcher.target, cuts=True),
         reservations,
-        Vacate(s.cost),
+        Park(s.cost, reservations) if parks else Vacate(s.cost),
     )
 
 
@@ -177,4 +190,14 @@ def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedInde
         longest_first=p.order == "longest",
     )
     parents = ParentRequests(p.buffer) if p.sharing else None
-    return decoupled(s, p, lengths, order, groups=True, parents=parents, gated=p.admission == "gated", index=index)
+    return decoupled(
+        s,
+        p,
+        lengths,
+        order,
+        groups=True,
+        parents=parents,
+        gated=p.admission == "gated",
+        parks=p.parking,
+        index=index,
+    )

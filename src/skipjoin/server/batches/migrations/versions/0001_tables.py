@@ -1,4 +1,4 @@
-"""The tables, which a new database has from `tables`."""
+"""The tables of files and batches, which a new database has from `tables`."""
 
 from __future__ import annotations
 

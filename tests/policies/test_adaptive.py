@@ -456,6 +456,20 @@ def test_claims_to_early_first_tokens_are_kept_and_granted_one_by_one() -> None:
     assert [has_claim(ordering, request) for request in others] == [*[True] * 3, False, False], "four run at a time"
 
 
+def test_requests_that_end_without_a_claim_are_not_kept() -> None:
+    """The first of the queue may wait for long, and those behind it run as their index allows."""
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=1.0, prompt_patience=PATIENCE)
+    ordering._claims.ahead.spend(1e9, 0.0)
+    ordering.on_arrived(make(0, 8, 90), 0.0)
+    for number in range(1, 2000):
+        ordering.on_arrived(request := make(number, 8, 90, arrival=0.1), 0.1)
+        run_all(ordering, [request])
+        request.progress.finish(FinishReason.STOP)
+        ordering.on_finished(request, 0.1)
+    assert ordering._claims
+    assert len(ordering._claims._queue._entries) < 300
+
+
 @pytest.mark.parametrize("is_dropped", [False, True])
 @pytest.mark.parametrize("is_for_growth", [False, True])
 def test_kv_that_left_bounds_what_first_tokens_take_from_others(is_dropped: bool, is_for_growth: bool) -> None:

@@ -202,7 +202,7 @@ class Adaptive(Callbacks):
         self._edges.forget(request)
         self._begun.discard(request)
         self._dropped.discard(request)
-        self._claims.forget(request)
+        self._claims.forget(request, self._jobs)
         self._with_prefix.pop(request, None)
         # Others were cut off: of their lengths it is known only which bins they survived.
         if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.first_tokens import PromptAdvances
+from skipjoin.policies.first_tokens import PromptAdvances, RequestHeap
 
 # Share of the time for KV that is computed or moved again because it left the device for first tokens.
 _MAX_AGAIN = 0.02
@@ -29,7 +28,7 @@ class FirstTokenClaims:
         self.ahead = PromptAdvances(1.0, step_s)
         self._time = time
         self._again = PromptAdvances(_MAX_AGAIN, step_s)
-        self._queue: list[tuple[float, int, Request]] = []
+        self._queue = RequestHeap()
         self._counted: set[Request] = set()  # whose prompts count since their claims were granted
         self._parts: dict[Request, int] = {}  # tokens of prompts that are computed in part
         self._left = 0  # tokens whose KV left since the last step
@@ -49,7 +48,7 @@ class FirstTokenClaims:
         """Return whether the request gets a claim at once. Otherwise it waits for a claim in the order of keys."""
         if not self._queue and self.ahead.is_open(now):
             return True
-        heapq.heappush(self._queue, (key, request.id, request))
+        self._queue.add(key, request)
         return False
 
     def granted(
@@ -63,7 +62,7 @@ class FirstTokenClaims:
         """
         available = kv.available
         while self._queue:
-            request = self._queue[0][2]
+            request = self._queue.first
             seconds = prompt_s(request)
             if seconds is not None:
                 blocks = kv.blocks_for(request.progress.known)
@@ -75,7 +74,7 @@ class FirstTokenClaims:
                 if not has_room:  # counts already, so that not all get claims before the first of them runs
                     self._counted.add(request)
                     self.ahead.advance(request, seconds, now)
-            heapq.heappop(self._queue)
+            self._queue.pop()
             if seconds is not None:
                 yield request
 
@@ -126,7 +125,9 @@ class FirstTokenClaims:
         else:
             self._left += again
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Request, live: Collection[Request]) -> None:
+        """Forget a request that finished. `live` are those that did not."""
+        self._queue.sweep(live)
         self._counted.discard(request)
         self._parts.pop(request, None)
         self.ahead.forget(request, continues=True)

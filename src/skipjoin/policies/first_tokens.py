@@ -66,21 +66,34 @@ class PromptAdvances:
         self._now = now
 
 
-class Alarms:
-    """Requests by the time at which they are due. Those that finish stay until they outnumber the others."""
+class RequestHeap:
+    """Requests by a key, the least one first. Those that finish stay until they outnumber the others."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, Request]] = []
 
-    def add(self, when: float, request: Request) -> None:
-        heapq.heappush(self._entries, (when, request.id, request))
+    def __bool__(self) -> bool:
+        return bool(self._entries)
 
-    def due(self, now: float) -> Iterator[Request]:
-        entries = self._entries
-        while entries and entries[0][0] <= now:
-            yield heapq.heappop(entries)[2]
+    @property
+    def first(self) -> Request:
+        return self._entries[0][2]
+
+    def add(self, key: float, request: Request) -> None:
+        heapq.heappush(self._entries, (key, request.id, request))
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._entries)[2]
 
     def sweep(self, live: Collection[Request]) -> None:
         if len(self._entries) > 2 * len(live) + 256:
             self._entries = [entry for entry in self._entries if entry[2] in live]
             heapq.heapify(self._entries)
+
+
+class Alarms(RequestHeap):
+    """Requests by the time at which they are due."""
+
+    def due(self, now: float) -> Iterator[Request]:
+        while self._entries and self._entries[0][0] <= now:
+            yield self.pop()

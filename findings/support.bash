@@ -46,6 +46,79 @@ def accepts(schema, text):
 PY
 }
 
+# llamacpp_templates: let Python import `render`, which asks llama.cpp for the prompt of messages and tools under a
+# chat template, in a GGUF file of a tiny random model.
+llamacpp_templates() {
+  export PYTHONPATH=$work
+  cat > "$work/render.py" <<'PY'
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import gguf
+import numpy as np
+import xllamacpp
+
+WIDTH, VOCABULARY = 32, 259
+
+
+def written(template):
+    path = Path(tempfile.mkdtemp()) / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(WIDTH // 2)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])
+    writer.add_token_scores([0.0] * VOCABULARY)
+    writer.add_token_types([2, 3, 3, *[6] * 256])
+    writer.add_chat_template(template)
+    random = np.random.default_rng(1)
+    shapes = {"token_embd": (VOCABULARY, WIDTH), "output": (VOCABULARY, WIDTH), "output_norm": (WIDTH,)}
+    shapes |= {f"blk.0.{norm}": (WIDTH,) for norm in ("attn_norm", "ffn_norm")}
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes |= {f"blk.0.{part}": (WIDTH, WIDTH) for part in parts}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.normal(0, 0.3, shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def prompt(template, messages):
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = str(written(template))
+    parameters.n_ctx, parameters.n_parallel, parameters.warmup = 256, 1, False
+    server = xllamacpp.Server(parameters)
+    body = json.dumps({"messages": messages}).encode()
+    asked = urllib.request.Request(
+        f"{server.listening_address}/apply-template", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked) as answer:
+        return json.load(answer)["prompt"]
+
+
+def render(template, messages):
+    """In a process of its own, so that a fresh library loads each file."""
+    asked = json.dumps([template, messages])
+    done = subprocess.run([sys.executable, __file__, asked], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    print(json.dumps(prompt(*json.loads(sys.argv[1]))), flush=True)
+PY
+}
+
 # recorder: let Python import `recorder`, whose server on `port` refuses each POST and keeps its JSON in `bodies`.
 recorder() {
   export PYTHONPATH=$work

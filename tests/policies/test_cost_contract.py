@@ -31,6 +31,7 @@ COSTS: dict[str, CostModel] = {
     "weights": TRUTH,
     "learning": LearningCost(COST),
     "learning, floor only": LearningCost(FLOOR_ONLY),
+    "learning from a guess": LearningCost(COST, doubt=10.0),
 }
 every_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
 SHAPES = st.builds(StepShape, *[st.integers(0, 10_000)] * 4)
@@ -140,6 +141,22 @@ def test_learning_converges_from_a_poor_guess_under_noise(factors: list[float], 
     assert found[190] < 0.3
 
 
+@given(factors=st.lists(st.floats(1 / 30, 30), min_size=6, max_size=6), delay=st.sampled_from([1.0, 5.0]))
+def test_a_doubted_guess_is_right_after_a_few_steps_of_each_kind(factors: list[float], delay: float) -> None:
+    cost, slow = LearningCost(scaled(TRUTH, factors), doubt=10.0), StepShape(0, 0, 4, 400)
+    cost.learn(slow, delay * TRUTH.step(slow))  # a first step compiles, or touches memory first
+    teach(cost, TRUTH, 60)
+    assert errors(cost, TRUTH)[100] < 0.3
+
+
+def test_doubt_ends_with_measured_costs() -> None:
+    doubted, sure = LearningCost(TRUTH, doubt=10.0), LearningCost(TRUTH)
+    doubted.restart(TRUTH)
+    for cost in (doubted, sure):
+        teach(cost, scaled(TRUTH, [2.0] * 6), 20)
+    assert doubted.current == sure.current
+
+
 @pytest.mark.parametrize("missing", STEP_TERMS[1:-1])
 def test_a_term_that_starts_at_zero_is_learned(missing: str) -> None:
     start = LinearCost(**{name: getattr(TRUTH, name) * (name != missing) for name in STEP_TERMS})
@@ -186,20 +203,27 @@ def test_one_step_changes_an_estimate_only_a_little(
 @given(
     steps=st.lists(st.tuples(SHAPES, st.one_of(st.floats(), st.floats(1e-6, 1e3))), max_size=60),
     probe=SHAPES,
+    doubt=st.sampled_from([0.0, 10.0]),
 )
 def test_estimates_stay_finite_and_positive_for_any_measurements(
-    steps: list[tuple[StepShape, float]], probe: StepShape
+    steps: list[tuple[StepShape, float]], probe: StepShape, doubt: float
 ) -> None:
-    cost = LearningCost(FLOOR_ONLY)
+    cost = LearningCost(FLOOR_ONLY, doubt=doubt)
     for shape, seconds in steps:
         cost.learn(shape, seconds)
         assert 0 < cost.step(probe) < math.inf
         assert all(getattr(cost.current, name) > 0 for name in STEP_TERMS[:-1])
 
 
-@given(steps=st.lists(st.tuples(REAL_SHAPES, st.floats(1e-3, 1.0)), min_size=1, max_size=60), probe=REAL_SHAPES)
-def test_estimates_change_only_with_the_revision(steps: list[tuple[StepShape, float]], probe: StepShape) -> None:
-    cost = LearningCost(COST)
+@given(
+    steps=st.lists(st.tuples(REAL_SHAPES, st.floats(1e-3, 1.0)), min_size=1, max_size=60),
+    probe=REAL_SHAPES,
+    doubt=st.sampled_from([0.0, 10.0]),
+)
+def test_estimates_change_only_with_the_revision(
+    steps: list[tuple[StepShape, float]], probe: StepShape, doubt: float
+) -> None:
+    cost = LearningCost(COST, doubt=doubt)
     for shape, seconds in steps:
         before, revision = cost.step(probe), cost.revision
         cost.learn(shape, seconds)

@@ -227,9 +227,12 @@ def mixed(seed: int, number: int) -> list[Job]:
 
 
 def prompts(seed: int, number: int) -> list[Job]:
-    draw, found = random.Random(seed), []
-    for _ in range(number):
-        is_short = draw.random() < 0.85
+    """Draw jobs of which 3 in each 20 have long prompts: their share decides how much work a few jobs are."""
+    draw, found, longs = random.Random(seed), [], set[int]()
+    for index in range(number):
+        if index % 20 == 0:
+            longs = {index + place for place in draw.sample(range(20), 3)}
+        is_short = index not in longs
         found.append(Job(0.0, tokens(draw, 64 if is_short else 1500), draw.randrange(16, 33), is_short))
     return found
 

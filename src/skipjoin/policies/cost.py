@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -84,6 +85,10 @@ def with_link_limit(cost: LinearCost, block_s: float) -> LinearCost:
 OWN_RATE, COMMON_RATE = 0.3, 0.015
 # A step counts as at most this far off its prediction, so that a hiccup of the machine teaches little.
 MAX_ERROR = 0.3
+# A coefficient is doubted while its relative standard deviation is above the first. A step measures with the second,
+# divides a doubted coefficient by at most the third, and at most halves its doubt, so that a first step which takes
+# longer than those after it, as first steps do, is corrected by them.
+_DOUBTED, _NOISE, _MAX_FALL = 0.3, 0.15, 4.0
 # The published coefficients are updated when one of them has changed by this factor.
 REVISION_FACTOR = 1.05
 # A coefficient that starts at 0 gets this share of a small step's time, divided by a typical count of its feature
@@ -142,15 +147,21 @@ class LearningCost:
 
     Each step scales every coefficient by the step's relative error times the coefficient's share of its time, which
     keeps coefficients positive. Published costs change only between revisions.
+
+    Args:
+        doubt: Relative standard deviation of the coefficients of `start`. The first steps of each kind correct doubted
+            ones at once, as a Kalman filter without covariances does.
     """
 
-    def __init__(self, start: LinearCost) -> None:
+    def __init__(self, start: LinearCost, *, doubt: float = 0.0) -> None:
         self.revision = -1
         self._margin = Margin()
-        self.restart(start)
+        self.restart(start, doubt=doubt)
 
-    def restart(self, start: LinearCost) -> None:
+    def restart(self, start: LinearCost, *, doubt: float = 0.0) -> None:
         """Forget what was learned of steps, except their margin, and continue from measured costs."""
+        doubted = STEP_TERMS if doubt > _DOUBTED else ()
+        self._doubts = {index: doubt for index, name in enumerate(doubted) if getattr(start, name)}
         small = start.step(StepShape())
         visible = (0, start.weights, 0, start.weights, 0, 0)
         self._learned = [
@@ -188,6 +199,8 @@ class LearningCost:
         else:
             work, counts = weights * read, (1, 0, shape[1], 0, shape[3], read)
         expected = floor + work + attention * shape[1] + context * shape[3]
+        if self._doubts and self._correct(counts, expected, seconds):
+            return
         self._margin.learn(expected, seconds)
         error = (seconds - expected) / (seconds if seconds > expected else expected)
         error = min(MAX_ERROR, max(-MAX_ERROR, error))
@@ -202,6 +215,26 @@ class LearningCost:
         # Costs are nonnegative sums of terms: while no term has changed much, no cost has.
         if is_revised:
             self._revise()
+
+    def _correct(self, counts: Sequence[float], expected: float, seconds: float) -> bool:
+        """Give a step's error to the doubted coefficients; return False if it says little of them."""
+        learned = self._learned
+        shares = {index: learned[index] * counts[index] / expected for index in self._doubts if counts[index]}
+        variances = {index: (self._doubts[index] * share) ** 2 for index, share in shares.items()}
+        ratio = seconds / expected
+        noise = (_NOISE * max(1.0, ratio)) ** 2
+        total = sum(variances.values())
+        if total < noise:
+            return False
+        for index, variance in variances.items():
+            part = variance / (total + noise)
+            learned[index] *= max(1 / _MAX_FALL, 1 + part / shares[index] * (ratio - 1))
+            self._least[index] = min(self._least[index], _MIN_SHARE * learned[index])
+            self._doubts[index] *= 1 - part / 2
+            if self._doubts[index] <= _DOUBTED:
+                del self._doubts[index]
+        self._revise()
+        return True
 
     def _revise(self) -> None:
         self.revision += 1

@@ -14,8 +14,9 @@ from skipjoin.vllm.histories import Limits, RequestHistories
 from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
 from skipjoin.vllm.options import PluginOptions
 
-# First estimate of a step's duration. It adapts to the measured steps within seconds.
+# First estimate of a step's duration, for GPUs. On a CPU, steps take up to 100 times as long.
 START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_token=1e-7)
+_DOUBT = 10.0
 
 
 def make_ledger(scheduler: Any) -> tuple[CountingLedger, LearningCost]:
@@ -23,12 +24,12 @@ def make_ledger(scheduler: Any) -> tuple[CountingLedger, LearningCost]:
     groups = manager.coordinator.single_type_managers
     ahead = {"drafts": scheduler.num_spec_tokens, "max_len": scheduler.max_model_len}
     if len(groups) > 1 or any(map(frees, groups)):
-        return GroupedLedger(GroupedPool(manager), **ahead), LearningCost(START_COST)
+        return GroupedLedger(GroupedPool(manager), **ahead), LearningCost(START_COST, doubt=_DOUBT)
     pool = ManagedPool(manager)
     if tier is None:
-        return CountingLedger(pool, **ahead), LearningCost(START_COST)
+        return CountingLedger(pool, **ahead), LearningCost(START_COST, doubt=_DOUBT)
     cost = replace(START_COST, block=tier.options.block_s(tier.block_bytes))
-    return CountingLedger(pool, tier.total, **ahead), LearningCost(cost)
+    return CountingLedger(pool, tier.total, **ahead), LearningCost(cost, doubt=_DOUBT)
 
 
 def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> ForeignScheduler:

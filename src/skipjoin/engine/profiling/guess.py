@@ -25,6 +25,10 @@ RATES = {
 }
 
 
+# Relative standard deviation of a guess: cores may be few, shared or slow.
+GUESS_DOUBT = 2.0
+
+
 def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
     stages = [_guess(stage[0], block_size) for stage in by_stage(rank_specs)]
     whole = LinearCost(*(sum(terms) for terms in zip(*map(_terms, stages), strict=True)))

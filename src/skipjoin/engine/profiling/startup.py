@@ -16,7 +16,7 @@ from skipjoin.engine.driver import StepDriver
 from skipjoin.engine.load import Loaded, load
 from skipjoin.engine.profiling.calibration import Calibration, fit
 from skipjoin.engine.profiling.cases import Limits
-from skipjoin.engine.profiling.guess import guess_cost
+from skipjoin.engine.profiling.guess import GUESS_DOUBT, guess_cost
 from skipjoin.engine.profiling.profiler import Effort, measure_profile
 from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_model import OnProgress
@@ -64,7 +64,7 @@ def start_cost(config: EngineConfig, loaded: Loaded) -> tuple[LearningCost, Cali
         _log.info("step costs are those of an earlier start, and are measured again while idle: %s", fit(found))
         calibration = Calibration(loaded, _limits(config, loaded), cost_of, host_s=found.host_s, before=found)
         return LearningCost(cost_of(found)), calibration
-    cost = LearningCost(limited(guess_cost(loaded.executor.rank_specs, config.block_size)))
+    cost = LearningCost(limited(guess_cost(loaded.executor.rank_specs, config.block_size)), doubt=GUESS_DOUBT)
     if config.profile == "off":
         return cost, None
     _log.info("step costs are estimated from the first steps, and measured while idle")

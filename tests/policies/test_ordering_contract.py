@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import islice, pairwise, product
 
 import pytest
@@ -17,7 +17,7 @@ from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Allocation, Ordering
-from skipjoin.core.request import Request, Target
+from skipjoin.core.request import ProgramId, Request, Target
 from skipjoin.core.selective import fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
@@ -30,10 +30,12 @@ from skipjoin.policies.mlfq import Promotion, SkipJoinMlfq
 from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens, longest_output
+from skipjoin.policies.program_book import ProgramBook
+from skipjoin.policies.programs import ByProgram
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
-from support.load import make
+from support.load import changed, make
 from support.policies import COST, told_by
 from support.worlds import halved
 
@@ -80,6 +82,10 @@ def by_objective(*, longest_first: bool = False) -> ByObjective:
 
 def fair(make: Callable[[], Ordering]) -> Ordering:
     return Fair(make, lead=200, output_weight=2.0)
+
+
+def by_program(book: ProgramBook) -> Ordering:
+    return ByProgram(adaptive, book, overtaking_s=2.0)
 
 
 class Overdue:
@@ -144,6 +150,8 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "adaptive, much aging": lambda: adaptive(5.0),
     "prioritized adaptive": lambda: Prioritized(adaptive, best_effort_wait_s=0.5),
     "fair adaptive": lambda: fair(adaptive),
+    "programs": lambda: by_program(ProgramBook()),
+    "fair programs": lambda: fair(partial(by_program, ProgramBook())),
     "by turn": lambda: ByTurn(Turn(), lambda: Prioritized(Fcfs)),
 }
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
@@ -166,6 +174,7 @@ class Simulation:
 
     def arrive(self, prompt: int, max_tokens: int) -> None:
         best_effort = not prompt % 4
+        client = f"client {prompt % 5}"
         request = make(
             self._next,
             prompt,
@@ -173,8 +182,10 @@ class Simulation:
             arrival=self.now,
             priority=prompt % 3,
             best_effort=best_effort,
-            client=f"client {prompt % 5}",
+            client=client,
         )
+        if prompt % 2:
+            request = changed(request, program=ProgramId(client, f"program {prompt % 7}"))
         self._next += 1
         self.live.append(request)
         self.ordering.on_arrived(request, self.now)

@@ -15,6 +15,7 @@ from skipjoin.core.step import Slice
 from skipjoin.policies import program_book
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.fairness import Fair
 from skipjoin.policies.ordering import Fcfs
 from skipjoin.policies.program_book import MAX_IDLE, ProgramBook
 from skipjoin.policies.program_leases import ProgramLeases
@@ -168,6 +169,21 @@ def test_a_flood_of_ids_is_bounded_and_leaves_programs_of_other_keys(monkeypatch
     assert program is not None
     assert program.calls == 2
     assert MAX_IDLE < 10_000
+
+
+def test_requests_of_clients_with_and_without_programs_have_one_order() -> None:
+    book = ProgramBook()
+    ordering = Fair(lambda: ByProgram(Fcfs, book, overtaking_s=OVERTAKING_S), lead=1e6, output_weight=2.0)
+    plain, call, other = make(0, client="a"), make(1, client="b"), make(2, client="c", arrival=1.0)
+    late = changed(make(3, client="d"), program=ProgramId("d", "late"))
+    asked = [plain, *(changed(one, program=ProgramId(one.options.client, "run")) for one in (call, other)), late]
+    for request, now in zip(asked, (0.0, 0.0, 1.0, 0.0), strict=True):
+        ordering.on_arrived(request, now)
+    list(ordering.ranked(OVERTAKING_S))
+    order = ordering.expected_order(asked[:3], OVERTAKING_S)
+    assert [turn for turn, _ in order] == sorted(turn for turn, _ in order)
+    assert {request.id for _, request in order} == {0, 1, 2}
+    assert ordering.expected_order(asked, OVERTAKING_S)[-1][1] is asked[2], "the other calls have waited for too long"
 
 
 def test_equal_ids_of_two_keys_are_two_programs() -> None:

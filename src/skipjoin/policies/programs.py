@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -139,16 +140,17 @@ class ByProgram(Routed):
         return self._index_of(mine) > HYSTERESIS * self._index_of(theirs)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        if not self._places:
-            return self._orderings[_PLAIN].expected_order(requests, now)
         by_place: dict[_Place, list[Request]] = {}
         for request in requests:
             by_place.setdefault(self._places.get(request, _PLAIN), []).append(request)
-        return [
-            ((self._positions[place], turn), request)
-            for place in sorted(by_place, key=self._positions.__getitem__)
+        # Not by position, which means another place in the ordering of another client.
+        keys = {place: (-self._index_of(place), place.number) for place in by_place}
+        turns = [
+            ((*keys[place], turn), request)
+            for place in sorted(by_place, key=self._value)
             for turn, request in self._orderings[place].expected_order(by_place[place], now)
         ]
+        return sorted(turns, key=itemgetter(0))
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if (program := self._book.of(request)) is not None:

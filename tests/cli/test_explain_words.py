@@ -12,6 +12,7 @@ def heading(prefill_s: float | None) -> str:
 
 
 def test_the_prefill_ahead_of_a_request_is_said_in_words() -> None:
-    assert heading(3.1).endswith("Number 3 of 9 live requests in the scheduler's order. Prefill 3.1 s ahead of you.")
+    first = "Number 3 of 9 live requests in the scheduler's order."
+    assert heading(3.1).endswith(f"{first} At least 3.1 s of prefill ahead of you.")
     assert heading(0.0).endswith("order.")
     assert heading(None).endswith("order.")

@@ -126,7 +126,7 @@ def _policy(choice: Mapping[str, Any]) -> Iterator[RenderableType]:
     place, live = choice["place"] + 1, choice["live_requests"]
     values = {fact["label"]: fact["value"] for fact in choice["facts"]}
     prefill_s = values.get("prefill ahead", 0.0)
-    ahead = f" Prefill {duration(prefill_s)} ahead of you." if prefill_s else ""
+    ahead = f" At least {duration(prefill_s)} of prefill ahead of you." if prefill_s else ""
     yield Text()
     yield Text(f"Number {place} of {live} live requests in the scheduler's order.{ahead}", style="bold")
     table = Table("", "", "", box=None, padding=(0, 2, 0, 0), show_header=False)

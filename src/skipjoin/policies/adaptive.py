@@ -302,7 +302,8 @@ class Adaptive(Callbacks):
             if other.place == NOT_BEGUN and other.group <= cell.group:
                 before = other.find(key) if other.group == cell.group else len(other.entries)
                 ahead_s += before * index.prompt_s(other.kind)
-        yield Fact("prefill ahead", ahead_s, "s", "Time of the prompts that are computed before its own.")
+        meaning = "Time of the prompts of its class, client and program level that are computed before its own."
+        yield Fact("prefill ahead", ahead_s, "s", meaning)
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
 

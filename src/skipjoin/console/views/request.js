@@ -80,7 +80,7 @@ function history(reasons, choice) {
 function standing(choice) {
   if (choice.place === null) return null;
   const prompts = choice.facts.find((fact) => fact.label === "prefill ahead");
-  const ahead = prompts && prompts.value > 0 ? ` Prefill ${duration(prompts.value)} ahead of you.` : "";
+  const ahead = prompts && prompts.value > 0 ? ` At least ${duration(prompts.value)} of prefill ahead of you.` : "";
   return card("Rank",
     h("p", null, `Number ${count(choice.place + 1)} of ${plural(choice.live_requests, "live request")} in the scheduler's order.${ahead}`),
     choice.facts.length ? table([{ name: "Figure" }, { name: "Value", number: true }, { name: "Meaning" }], choice.facts.map((fact) => [

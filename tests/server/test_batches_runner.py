@@ -170,7 +170,7 @@ async def test_lost_lines_are_retried_and_failed_lines_are_not(open_world: Calla
 
 
 async def test_line_that_crashes_engines_fails_alone(
-    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lines that ran concurrently are retried and complete."""
     for name in ("_IDLE_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
@@ -187,6 +187,7 @@ async def test_line_that_crashes_engines_fails_alone(
                 engine.step()
             await asyncio.sleep(0.002)
         assert crashes == runner.MAX_LOST
+        assert "batches wait: a line is tried again: the engine has stopped" in caplog.text
         assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
         ((name, one),) = (await world.answers(done["error_file_id"])).items()
         assert name == "3"

@@ -239,7 +239,7 @@ class Runner:
     def _failed(self, line: Line, error: Exception, *, has_own_deadline: bool = False) -> None:
         answer = _answer(error)
         if answer is None or answer.status in _RETRIED:
-            self._put_back(line, str(error))
+            self._put_back(line, str(error if answer is None else answer))
         elif answer.code != "deadline_exceeded" or has_own_deadline:
             self._results.finish(ended(line, answer.status, answer.body()))
         elif self._store.now() < line.expires_at:  # the clock was set back since the start

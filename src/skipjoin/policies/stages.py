@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import tee
 
 from skipjoin.core.context import StepContext
@@ -92,9 +91,9 @@ class EvenStages(BatcherWrapper):
         }
         passed = last.passed_over() if last is not None else {}
         ours, theirs = tee(context.candidates)
-        inner = self.batcher.open(replace(context, candidates=theirs))
+        inner = self.batcher.open(context._replace(candidates=theirs))
         self._last = EvenBuilder(self, inner, self._loads, tuple(self._flying.values()), passed)
-        self._last.look_at(replace(context, candidates=ours))
+        self._last.look_at(context._replace(candidates=ours))
         return self._last
 
 

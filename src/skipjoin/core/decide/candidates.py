@@ -88,16 +88,11 @@ def comes_soon(
 
 
 class _Supply:
-    """Count of the device blocks that candidates can still take.
-
-    Attributes:
-        donors: Least important best-effort requests, whose blocks real-time candidates take.
-        is_awaited: Whether a swapped-out request waits for blocks.
-    """
+    """Count of the device blocks that candidates can still take."""
 
     def __init__(self, kv: KVAccounts, ranked: RankedHolders) -> None:
-        self.donors: set[Request] = set()
-        self.is_awaited = False
+        self.donors: set[Request] = set()  # least important best-effort ones, whose blocks real-time ones take
+        self.is_awaited = False  # whether a swapped-out request waits for blocks
         self._kv = kv
         self._ranked = ranked
         self._free = kv.available

@@ -13,14 +13,10 @@ class Draft:
     """Step that is being decided: what a decision changes besides the ledger and requests.
 
     Policies are notified of `evicted`, `reserved` and `deferred` after the iteration over the ordering.
-
-    Attributes:
-        events: Events of the core, to which the decision adds its own.
-        led_since: Since when requests without KV wait for another one to compute a shared prefix.
     """
 
-    events: list[Event]
-    led_since: dict[Request, float]
+    events: list[Event]  # those of the core, to which the decision adds its own
+    led_since: dict[Request, float]  # since when requests without KV wait for another one to compute a shared prefix
     slices: list[Slice] = field(default_factory=list)
     blocking: list[Move] = field(default_factory=list)
     overlapped: list[Move] = field(default_factory=list)
@@ -28,3 +24,4 @@ class Draft:
     evicted: list[Request] = field(default_factory=list)
     reserved: list[tuple[Request, Allocation]] = field(default_factory=list)
     deferred: list[Request] = field(default_factory=list)
+    pausing: set[Request] = field(default_factory=set)  # skip this step, so that a later one can evict them

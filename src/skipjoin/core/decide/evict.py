@@ -42,20 +42,13 @@ class Need(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to evict for a request.
+    """What to evict for a request."""
 
-    Attributes:
-        reason: Why it waits; None if the evictions suffice.
-        whole: Requests to evict whole, worst first, until nothing is missing, because they share blocks.
-        pausing: Requests that must pause, because plans in flight contain them.
-        is_stuck: Whether all that may be evicted would not suffice.
-    """
-
-    reason: WaitReason | None = None
+    reason: WaitReason | None = None  # why it waits; None if the evictions suffice
     evictions: Sequence[Eviction] = ()
-    whole: Sequence[Request] | None = None
-    pausing: Iterable[Request] | None = None
-    is_stuck: bool = False
+    whole: Sequence[Request] | None = None  # to evict whole, worst first, because they share blocks
+    pausing: Iterable[Request] | None = None  # must pause, because plans in flight contain them
+    is_stuck: bool = False  # all that may be evicted would not suffice
 
 
 class Evictor:
@@ -100,9 +93,9 @@ class Evictor:
         return Choice(WaitReason.NO_KV, is_stuck=True)
 
     def make_room(self, need: Need, short: int) -> Choice:
-        """Evict what `choose` returns, and return it with the wait reason if that was not enough."""
+        """Evict what `choose` returns; its reason is set if that was not enough."""
         choice = self.choose(need, short)
-        self._context.pausing.update(choice.pausing or ())
+        self._draft.pausing.update(choice.pausing or ())
         if choice.whole is not None:
             return choice._replace(reason=self._evict_whole(list(choice.whole), need))
         borrower = need.request if need.parent is None else None
@@ -136,7 +129,7 @@ class Evictor:
             return False
         victim = max(below, key=rank)
         if victim.progress.in_flight:  # it pauses, and is evicted in a later step
-            self._context.pausing.add(victim)
+            self._draft.pausing.add(victim)
             return False
         chosen: Sequence[Eviction] = ()
         if blocks := kv.footprint(victim):
@@ -159,7 +152,6 @@ class Evictor:
         return freed + (sharing.saved_blocks(need.request, need.tokens, victims) if sharing is not None else 0)
 
     def _evict_whole(self, victims: list[Request], need: Need) -> WaitReason | None:
-        """Evict whole victims until nothing is missing."""
         kv, eviction, arriving = self._kv, self._policies.eviction, None if need.grows else need.request
         while victims and (short := need.short()) > 0:
             most = max(1, min(short, sum(map(kv.footprint, victims))))
@@ -202,7 +194,7 @@ class Evictor:
             or owner.progress.last_plan == self._context.plan_id
             or owner.progress.finish_reason is not None
         ]
-        self._context.pausing.update(owners)
+        self._draft.pausing.update(owners)
         return bool(owners)
 
     def take_slots(self, request: Request, tokens: int) -> None:
@@ -225,7 +217,6 @@ class Evictor:
         return move
 
     def _share(self, eviction: Eviction, borrower: Request | None) -> bool:
-        """Share the victim's blocks bidirectionally, if asked."""
         victim, kv, sharing = eviction.request, self._kv, self._sharing
         if not eviction.shared or self._is_forced or borrower is None or sharing is None:
             return False
@@ -259,9 +250,10 @@ class Evictor:
         return displaced + (lost if how is Preemption.DROP else 0)
 
     def _displace(self, victim: Request) -> int:
-        """Drop the KV of requests ranked last, to make room on the CPU tier, and return its tokens.
+        """Drop the KV of requests ranked after the victim, last ones first, to make room on the CPU tier.
 
-        Only requests ranked after the victim lose KV, and none if that would not suffice.
+        Returns:
+            The number of lost tokens; 0 if nothing was dropped because it would not suffice.
         """
         kv, tiers, rank = self._kv, self._tiers, self._rank
         short = kv.filled(victim) - tiers.cpu_free if tiers is not None else 0
@@ -295,7 +287,7 @@ class Evictor:
         kv, tiers = self._kv, self._tiers
         if keep and keep == kv.filled(victim):  # freeing blocks without KV is enough
             kv.trim(victim)
-            self._context.pausing.add(victim)
+            self._draft.pausing.add(victim)
             return Preemption.SPILL
         if (begun := self._leaving.pop(victim, None)) is not None and tiers is not None:
             self._draft.blocking.remove(begun)

@@ -18,8 +18,7 @@ _BAND_OF: Callable[[Request], Band] = attrgetter("progress.band")
 class RankedHolders:
     """Requests with blocks in rank order: those that this step may still run, and those that it may evict.
 
-    Args:
-        leaving: Requests of which a part leaves already, so that they may be evicted although they are in transit.
+    Those that are `leaving` in part may be evicted although they are in transit.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class RankedHolders:
         self._ranked: list[tuple[Any, Request]] | None = None  # best first; sorted on first use
 
     def after(self, last: Request) -> list[Request]:
-        """Return the holders ranked after `last` that this step may run, best first."""
         floor = self._rank(last)
         return [request for rank, request in self._all_ranked() if rank > floor]
 
@@ -121,7 +119,7 @@ def blocks_swapped_out(kv: KVAccounts, request: Request) -> int:
 def is_protected(victim: Request, request: Request, latest: int) -> bool:
     """Return whether the victim keeps its KV until its next token, which it may have to wait for step by step.
 
-    A best-effort prompt beside chat has chunks of few tokens, for which no real-time request waits.
+    A best-effort prompt alongside chat has chunks of few tokens, for which no real-time request waits.
     """
     progress = victim.progress
     is_of_class = progress.band[0] <= request.progress.band[0]

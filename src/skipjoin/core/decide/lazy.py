@@ -7,7 +7,7 @@ from skipjoin.core.request import Request
 
 
 class LazySequence(Sequence[Request]):
-    """Sequence of an iterator's requests, which is advanced only as far as the sequence is read."""
+    """Sequence that advances an iterator only as far as it is read."""
 
     def __init__(self, found: Iterator[Request]) -> None:
         self._read: list[Request] = []

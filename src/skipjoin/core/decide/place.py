@@ -18,33 +18,22 @@ from skipjoin.core.waits import WaitReason
 
 
 class Blocked(NamedTuple):
-    """Why a request gets no device KV in this step.
-
-    Attributes:
-        short: Number of missing blocks, with NO_KV.
-        closes: Which later requests without KV wait for memory, too.
-        joins: Whether the request takes its place in the batch, because the step swaps its KV in meanwhile.
-        is_deferred: Whether the admission policy let it wait.
-    """
+    """Why a request gets no device KV in this step."""
 
     reason: WaitReason
-    short: int = 0
-    closes: Deferral | None = None
-    joins: bool = False
-    is_deferred: bool = False
+    short: int = 0  # number of missing blocks, with NO_KV
+    closes: Deferral | None = None  # which later requests without KV wait for memory, too
+    joins: bool = False  # it takes its place in the batch, because the step swaps its KV in meanwhile
+    is_deferred: bool = False  # the admission policy let it wait
 
 
 class Placer:
-    """Allocates device KV for the requests of one step: admission, swap-in and growth.
-
-    Attributes:
-        first: The most important request, or None where nothing depends on it.
-    """
+    """Allocates device KV for the requests of one step: admission, swap-in and growth."""
 
     def __init__(
         self, policies: Policies, kv: BlockLedger, context: StepContext, draft: Draft, evictor: Evictor
     ) -> None:
-        self.first: Request | None = None
+        self.first: Request | None = None  # the most important one, or None where nothing depends on it
         self._is_forced = False
         self._policies = policies
         self._kv = kv
@@ -215,7 +204,7 @@ class Placer:
     def spare_of_return(self, request: Request, target: int) -> int | None:
         """Return how many blocks stay free after a swap-in alongside slices, or None if it is blocking.
 
-        They are those of an admission, which would otherwise take the blocks back.
+        An admission keeps as many, because it would take the blocks back otherwise.
         """
         if not self._policies.eviction.returns_alongside(request):
             return None
@@ -285,7 +274,6 @@ class Placer:
         self._draft.events.append(Reserved(request, now, allocation.parent, allocation.blocks, drawn, allocation.group))
 
     def _make_room(self, need: Need) -> Blocked | None:
-        """Evict what the request needs."""
         if (short := need.short()) <= 0:
             return None
         choice = self._evictor.make_room(need, short)

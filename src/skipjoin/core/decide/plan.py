@@ -34,13 +34,7 @@ def _grows_not(request: Request, tokens: int) -> bool:
 
 
 class StepPlanner:
-    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
-
-    Attributes:
-        waits: Requests that were examined and do not run.
-        tail: Wait reason of those that were not examined.
-        started: Number of requests that join the running ones.
-    """
+    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait."""
 
     def __init__(
         self,
@@ -50,9 +44,9 @@ class StepPlanner:
         context: StepContext,
         before: Mapping[Request, WaitState],
     ) -> None:
-        self.waits: dict[Request, WaitState] = {}
-        self.tail = WaitReason.NOT_EXAMINED
-        self.started = 0
+        self.waits: dict[Request, WaitState] = {}  # examined, and not run
+        self.tail = WaitReason.NOT_EXAMINED  # of requests that were not examined
+        self.started = 0  # number of requests that join the running ones
         self._policies = policies
         self._kv = kv
         self._context = context
@@ -106,8 +100,8 @@ class StepPlanner:
         )
         tiers = self._kv.tiers
         if tiers is None or not tiers.cpu_total:  # no request has swapped-out blocks
-            return context.with_candidates(found)
-        return context.with_candidates(found, self._blocks_awaited)
+            return context._replace(candidates=found)
+        return context._replace(candidates=found, blocks_swapped_out=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
         held = self._kv.blocks_of(request)
@@ -136,7 +130,7 @@ class StepPlanner:
             if request is self._placer.first:
                 continue  # the next to run could be swapped back and forth forever
             if request.progress.in_flight:
-                context.pausing.add(request)
+                self._draft.pausing.add(request)
             elif tiers.can_move_out(request, blocking=False):
                 moves.append(self._evictor.swap_ahead(request))
         for request in back:
@@ -207,11 +201,7 @@ class StepPlanner:
         return queue
 
     def _decode(self, queue: Iterator[Request], builder: CountingBuilder) -> Request | None:
-        """Add the next requests of the queue that go on decoding without another's blocks, as `_fill` would.
-
-        Returns:
-            The first other request, if there is one.
-        """
+        """Add requests of the queue that go on decoding without blocks of others, and return the first other one."""
         context, blocks_of, slices = self._context, self._kv.blocks_of, self._draft.slices
         plan_id, latest, overlap, pausing = context.plan_id, context.latest, context.overlap, context.pausing
         new, add, before, decoding = tuple.__new__, slices.append, len(slices), builder.decoding
@@ -275,7 +265,7 @@ class StepPlanner:
         self._placer.first = first
         self._closed, self._is_selective = None, False
         self._draft.waiting_for_kv.clear()
-        self._context.pausing.clear()  # no plan in flight delays their eviction
+        self._draft.pausing.clear()  # no plan in flight delays their eviction
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)
         if not (self._draft.slices or self._draft.blocking):

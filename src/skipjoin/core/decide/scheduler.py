@@ -124,6 +124,7 @@ class Scheduler:
         """Plan the next step: None if nothing can be done, an empty plan if only moves remain."""
         if len(self._in_flight) >= self.depth:
             return None
+        draft = Draft(self.events, self._led_since)
         context = StepContext(
             now=now,
             plan_id=self._next_id,
@@ -133,12 +134,13 @@ class Scheduler:
             may_leave=not self._has_failed_move,
             decision=self._decisions,
             in_flight=self._in_flight,
+            pausing=draft.pausing,
         )
         self._has_failed_move = False
         self._decisions += 1
         if self.kv.cache is not None:
             self.kv.cache.end_leases(now)
-        planner = StepPlanner(self.policies, self.kv, Draft(self.events, self._led_since), context, self.waits)
+        planner = StepPlanner(self.policies, self.kv, draft, context, self.waits)
         plan = planner.plan()
         self._note_waits(planner, now)
         # With a plan in flight, the driver waits for its result instead.

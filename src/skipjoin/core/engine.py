@@ -20,7 +20,7 @@ class RequestTooLargeError(ValueError): ...
 class EngineCore:
     """Synchronous engine core without a clock.
 
-    A driver calls `start_step` until it returns None, runs the plans, and calls `finish_step` with each result in
+    A driver calls `start_step` until it returns None, runs the plans, and calls `finish_step` with the results in
     order.
     """
 
@@ -75,10 +75,8 @@ class EngineCore:
     ) -> bool:
         """End the request in any state; return False if it does not exist or has finished.
 
-        Args:
-            reason: STOP if the output is complete although more could be generated.
-            detail: Explanation of an ERROR, for the client.
-            is_refused: Whether it exceeds a limit.
+        The reason is STOP if the output is complete although more could be generated. The client sees the `detail` of
+        an ERROR.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -147,7 +145,7 @@ class EngineCore:
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        """Simulate decode-only steps, which end at `ends`, after the plan of `steady`, whose result came at `since`.
+        """Simulate decode-only steps that end at `ends`, after the plan of `steady`, whose result came at `since`.
 
         No request may finish in them.
 

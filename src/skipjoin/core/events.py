@@ -23,33 +23,24 @@ class Arrived(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """A request got its first KV blocks, or the first ones after an eviction.
-
-    `cached` is its prefix-cache hit in tokens, which may be its own KV unless `is_first`. The last `on_cpu` of them
-    were on the CPU tier.
-    """
+    """A request got its first KV blocks, or the first ones after an eviction."""
 
     request: Request
     now: float
-    cached: int = 0
-    on_cpu: int = 0
+    cached: int = 0  # prefix-cache hit in tokens, perhaps its own KV unless `is_first`
+    on_cpu: int = 0  # number of the last of them that were on the CPU tier
     is_first: bool = True
 
 
 class Reserved(NamedTuple):
-    """A request got a KV reservation.
-
-    Attributes:
-        drawn: Blocks that an account gave to it.
-        group: Equal for requests that start and end together.
-    """
+    """A request got a KV reservation."""
 
     request: Request
     now: float
     parent: Owner
     blocks: int
-    drawn: int = 0
-    group: Hashable | None = None
+    drawn: int = 0  # blocks that an account gave to it
+    group: Hashable | None = None  # equal for requests that start and end together
 
 
 class Started(NamedTuple):
@@ -58,23 +49,20 @@ class Started(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A request that ran, or held KV on the device, was preempted. `kept` tokens of KV stay; all of it with PAUSE."""
+    """A request that ran, or held KV on the device, was preempted."""
 
     request: Request
     now: float
     how: Preemption
-    kept: int = 0
+    kept: int = 0  # tokens whose KV stays; not used with PAUSE, which keeps all
 
 
 class Waited(NamedTuple):
-    """A request's wait reason changed. The wait ends when a plan contains the request.
-
-    The reason is None if the planner no longer examines the request, so that `Planned.tail` applies.
-    """
+    """A request's wait reason changed. The wait ends when a plan contains the request."""
 
     request: Request
     now: float
-    reason: WaitReason | None
+    reason: WaitReason | None  # None if it is no longer examined, so that `Planned.tail` applies
     short: int = 0
 
 
@@ -91,19 +79,14 @@ class MoveFailed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step was planned. The next one accepts best-effort requests up to `cap` requests.
-
-    Attributes:
-        held: Device blocks that are not free; `reserved` also counts reserved ones.
-        tail: Wait reason of requests that were not examined.
-    """
+    """A step was planned."""
 
     plan: StepPlan
     now: float
-    held: int
-    reserved: int
-    tail: WaitReason = WaitReason.NOT_EXAMINED
-    cap: int = 0
+    held: int  # device blocks that are not free
+    reserved: int  # the same with reserved ones
+    tail: WaitReason = WaitReason.NOT_EXAMINED  # of requests that were not examined
+    cap: int = 0  # number of requests up to which the next step accepts best-effort ones
     shared: int = 0
 
 
@@ -113,14 +96,11 @@ class Computed(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Several decode-only steps ran at once, instead of `Planned`, `Computed` and `Token` events.
-
-    The first step was planned at `since`, and each later one at the time in `ends` of the result before.
-    """
+    """Several decode-only steps ran at once, instead of `Planned`, `Computed` and `Token` events."""
 
     requests: tuple[Request, ...]
-    since: float
-    ends: Sequence[float]
+    since: float  # when the first was planned
+    ends: Sequence[float]  # when each ended, which is when the next was planned
     reserved: Sequence[int]
 
 
@@ -132,18 +112,14 @@ class Token(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A request left the engine. `detail` is the cause and remedy of an ERROR, and may be shown to the client."""
-
     request: Request
     now: float
     reason: FinishReason
-    detail: str = ""
+    detail: str = ""  # cause and remedy of an ERROR; the client may see it
     is_refused: bool = False
 
 
 class Released(NamedTuple):
-    """The KV that a finished request kept was released."""
-
     request: Request
     now: float
     reserved: int

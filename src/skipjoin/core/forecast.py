@@ -60,11 +60,8 @@ def _edges(place: int) -> tuple[int, float]:
 
 
 class Forecast(NamedTuple):
-    """Predicted output length of a request, at least 1 token, made before its first one.
+    """Predicted output length of a request, made before its first token."""
 
-    `mass` has the probability of each bin of `LENGTH_EDGES`, without trailing zeros; empty if unknown.
-    """
-
-    tokens: float
+    tokens: float  # at least 1
     source: str
-    mass: tuple[float, ...] = ()
+    mass: tuple[float, ...] = ()  # probability of each bin of `LENGTH_EDGES`, without trailing zeros; empty if unknown

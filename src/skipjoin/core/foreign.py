@@ -17,7 +17,7 @@ from skipjoin.core.waits import WaitReason, WaitState
 class ForeignScheduler(Scheduler):
     """Scheduler for an engine that changes plans, whose ledger has what each request holds, or that receives KV.
 
-    Only the admission policy knows requests that `expect` KV of another engine, until they are added.
+    Until they are added, only the admission policy knows requests that `expect` KV of another engine.
     """
 
     def __init__(self, policies: Policies, kv: BlockLedger, *, depth: int = 1, overlap: bool = False) -> None:
@@ -60,9 +60,7 @@ class ForeignScheduler(Scheduler):
             notify(request, allocation, now)
 
     def amend(self, plan: StepPlan, slices: Sequence[Slice], now: float) -> StepPlan:
-        """Replace the slices of the latest plan by those that the engine really runs, and return it.
-
-        Requests that are left out wait for KV.
+        """Replace the slices of the latest plan by those that the engine runs; requests that are left out wait for KV.
 
         Raises:
             ValueError: The plan is not the latest one in flight.
@@ -81,7 +79,7 @@ class ForeignScheduler(Scheduler):
         return amended
 
     def insert(self, slices: Sequence[Slice], now: float) -> StepPlan:
-        """Add a plan that the engine made itself, and return it.
+        """Add a plan that the engine made itself.
 
         Raises:
             ValueError: The pipeline is full.

@@ -35,38 +35,32 @@ class CostModel(Protocol):
 class Callbacks:
     """Notifications that every policy may receive.
 
-    All other methods are queries that change nothing unless their docstring says so: the planner may call them
-    speculatively.
+    All other methods are queries. The planner may call them speculatively, so they change nothing unless they say so.
     """
 
     def on_arrived(self, request: Request, now: float) -> None: ...
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        """Called before a step is planned.
-
-        Returns:
-            Accounts with the number of blocks that each should reserve, as far as available.
-        """
+        """Return how many blocks each account should reserve in the step that is planned next, as far as available."""
         return ()
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         """Called after slices were computed and the counters of their requests updated."""
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
-        """Called after a request got a KV reservation, which covers `request.progress.reserved_tokens` tokens."""
+        """Called after a request got a KV reservation for `request.progress.reserved_tokens` tokens."""
 
     def on_deferred(self, request: Request, now: float) -> None: ...
 
     def on_preempted(self, request: Request, now: float) -> None:
-        """Called after some or all of a request's KV was dropped, to be recomputed, or swapped out."""
+        """Called after some or all of a request's KV was dropped or swapped out."""
 
     def on_reforecast(self, request: Request, now: float) -> None: ...
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
         """Called after a request, which may be finished, took the time of `tokens` output tokens besides its own."""
 
-    def on_finished(self, request: Request, now: float) -> None:
-        """Called when a request has finished for any reason."""
+    def on_finished(self, request: Request, now: float) -> None: ...
 
 
 class Ordering(Protocol):
@@ -96,28 +90,24 @@ class Ordering(Protocol):
         ...
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """Return the requests in the order in which they are expected to run next, soonest first.
+        """Return the requests in the order in which they are expected to run next, each after a sort key.
 
-        Keys of the pairs are equal where neither of two requests has a reason to run first.
+        Keys are equal where neither of two requests has a reason to run first.
         """
         ...
 
 
 class Fact(NamedTuple):
-    """Figure by which a policy decides about a request, for a reader.
+    """Figure by which a policy decides about a request, for a reader."""
 
-    Its label, such as "slack", has a few words. The unit is "s" or what a number counts, such as "tokens", or empty.
-    The meaning is a sentence about the request.
-    """
-
-    label: str
+    label: str  # a few words, such as "slack"
     value: float | str
-    unit: str
-    meaning: str
+    unit: str  # "s", or what a number counts, such as "tokens", or empty
+    meaning: str  # a sentence about the request
 
 
 class Measured(Protocol):
-    """Figures of a recipe's own, for metrics, asked a few times per second."""
+    """Figures of a recipe's own, for metrics, read a few times per second."""
 
     def measure(self, now: float) -> Mapping[str, Sequence[float]]:
         """Return values by name of a metric, in the order of its label's values."""
@@ -128,14 +118,13 @@ class Retention(Protocol):
     """Policy that decides how long KV of finished requests is worth more than other cached KV."""
 
     def keep_until(self, request: Request, now: float) -> float | None:
-        """Return the time until which the KV of a program's finished call is kept; None if it is not."""
+        """Return the time until which the KV of a program's finished call is kept, if it is."""
         ...
 
 
 class Learned(Protocol):
     @property
     def notes(self) -> int: ...
-
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -159,12 +148,12 @@ class BatchBuilder(Protocol):
 
 
 class CountingBuilder:
-    """Base of a batch builder for which all decodes are alike, so that it is not asked about each of them.
+    """Base of a batch builder for which decodes are alike, so that the planner does not ask about each of them.
+
+    A subclass that overrides `offer` or `take` but not `decodes` is asked about each decode.
 
     Attributes:
-        counts_decodes: False for a subclass that overrides `offer` or `take` but not `decodes`: the planner then asks
-            it about each decode.
-        decoding: Requests whose decodes are alike, if not those of all. It is asked about the others.
+        decoding: Requests whose decodes are alike, if not those of all.
     """
 
     __slots__ = ()
@@ -178,7 +167,7 @@ class CountingBuilder:
 
     @property
     def decodes(self) -> int:
-        """Number of slices of one token that it would accept next, of whichever requests."""
+        """Number of decodes that it would accept next, of whichever requests."""
         raise NotImplementedError
 
     def take_decodes(self, count: int) -> None:
@@ -240,10 +229,8 @@ class AdmissionPolicy(Protocol):
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
 
-        Must be pure. It is called speculatively, and before arrival if the KV comes from another engine.
-
-        Args:
-            kv: Current state of the ledger; blocks that evictions would free are not counted.
+        Must be pure. It is called speculatively, and before arrival if the KV comes from another engine. Blocks that
+        evictions would free are not counted in `kv`.
         """
         ...
 
@@ -256,8 +243,8 @@ class Eviction(NamedTuple):
         blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`; None for
             all. The request then waits until all of its KV fits on the device.
         shared: Whether to share these blocks bidirectionally with the request that needs them, where possible.
-        displaces: Whether requests that rank after this one lose their KV on the CPU tier if it is too full. If even
-            that does not suffice, the KV of this request is dropped.
+        displaces: Whether requests that rank after this one lose their KV on a full CPU tier. If even that does not
+            suffice, the KV of this request is dropped.
     """
 
     request: Request
@@ -276,17 +263,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def returns_overlapped(self, request: Request) -> bool:
-        """Return whether `ahead` alone swaps the request in. Must be pure.
-
-        If False, the step that would run the request swaps its KV in.
-        """
+        """Return whether `ahead` alone swaps the request in, rather than the step that would run it. Must be pure."""
         ...
 
     def returns_alongside(self, request: Request) -> bool:
         """Return whether a step that computes other slices swaps the request in with overlapped moves. Must be pure.
 
-        The request then takes its place in the batch without a slice. Otherwise the moves are blocking, and the step
-        runs it.
+        The request then takes its place in the batch without a slice. Otherwise the moves are blocking.
         """
         ...
 

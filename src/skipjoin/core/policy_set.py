@@ -31,7 +31,7 @@ def explanation(policy: object, request: Request, now: float, kv: KVAccounts) ->
 def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if calls are skipped.
 
-    A class declares this with an attribute of its own, which subclasses do not inherit.
+    Subclasses do not inherit it: each class declares an attribute of its own.
     """
     name = "is_decode_invariant"
     return name in vars(type(policy)) and bool(getattr(policy, name))
@@ -39,7 +39,7 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a policy of each kind, their learned state, their own figures and the KV of programs."""
+    """One serving system."""
 
     ordering: Ordering
     batcher: Batcher

@@ -19,10 +19,8 @@ class Prefix(Protocol):
     def keys(self, read: ReadTokens, tokens: int, *, reverse: bool = False) -> Sequence[Key]:
         """Return the keys of the full blocks in the first `tokens` tokens, all of which must be known.
 
-        There may be more keys, or fewer if blocks have none. Callers must not keep the sequence.
-
-        Args:
-            read: Reads the tokens; always the same ones for one object, as is `reverse`.
+        There may be more keys, or fewer if blocks have none. Callers must not keep the sequence. For one object, `read`
+        always reads the same tokens, and `reverse` never changes.
         """
         ...
 
@@ -64,7 +62,7 @@ class ContentPrefix:
 class NamedPrefix:
     """Keys from given names, for traces without texts. Output has no keys.
 
-    Equal names mean equal slices, of `part` tokens, a multiple of `block_size`, at the same position after equal ones.
+    Equal names mean equal slices of `part` tokens at the same position after equal ones.
     """
 
     __slots__ = ("_keys", "_reversed")

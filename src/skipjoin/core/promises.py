@@ -12,17 +12,12 @@ from skipjoin.core.request import Request
 
 
 def may_await_prefix(ordering: object, request: Request, now: float) -> bool:
-    """Return whether the request may wait for a prefix that another one computes."""
     ask = getattr(ordering, "may_await_prefix", None)
     return ask is None or bool(ask(request, now))
 
 
 def must_precede(ordering: object, request: Request, others: Iterable[Request]) -> bool:
-    """Return whether the request must not wait for KV while another one has some.
-
-    Args:
-        others: Unfinished requests of this ordering; those of other bands do not count.
-    """
+    """Return whether the request must not wait for KV while one of the `others`, all unfinished, has some."""
     ask = getattr(ordering, "must_precede", None)
     return ask is not None and bool(ask(request, others))
 

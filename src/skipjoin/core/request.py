@@ -42,25 +42,17 @@ NO_TARGET = Target()
 
 
 class Trace(NamedTuple):
-    """Trace of a request.
-
-    Attributes:
-        parent: W3C `traceparent`; empty or invalid starts a new trace.
-        request_id: Id by which the client knows the request.
-        operation: What is asked for, by OpenTelemetry's name.
-    """
-
-    parent: str
-    request_id: str
+    parent: str  # W3C `traceparent`; an empty or invalid one starts a new trace
+    request_id: str  # id by which the client knows the request
     response_id: str = ""
-    operation: str = ""
+    operation: str = ""  # what is asked for, by OpenTelemetry's name
 
 
 class ProgramId(NamedTuple):
     """Id of a program, such as an agent's run, whose calls wait for the results of earlier ones.
 
-    Equal names of two owners are two programs. Unless the client states the name, it may be that of several programs,
-    and a call with a shorter prompt than the one before begins another one.
+    Unless the client states the name, several programs may have it, and a call with a shorter prompt begins another
+    one.
     """
 
     owner: str
@@ -70,28 +62,17 @@ class ProgramId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Scheduling options of a request.
-
-    Attributes:
-        is_urgent: Whether it runs before others of its service class.
-        priority: Lower values run first among equal classes and urgency.
-        deadline_s: Seconds after arrival at which the request is ended.
-        cache_salt: Only requests with equal salts share KV.
-        adapter: Number of the adapter of the model; 0 for none.
-        weight: Share of its client relative to those of others, where clients share the service fairly.
-    """
-
     service: ServiceClass = ServiceClass.REAL_TIME
-    is_urgent: bool = False
-    priority: int = 0
-    deadline_s: float | None = None
+    is_urgent: bool = False  # runs before others of its service class
+    priority: int = 0  # lower values run first among equal classes and urgency
+    deadline_s: float | None = None  # seconds after arrival at which the request is ended
     target: Target = NO_TARGET
     client: str = ""
-    cache_salt: str = ""
+    cache_salt: str = ""  # only requests with equal salts share KV
     trace: Trace | None = None
-    adapter: int = 0
+    adapter: int = 0  # number of the model's adapter; 0 for none
     program: ProgramId | None = None
-    weight: float = 1.0
+    weight: float = 1.0  # share of its client relative to others, where clients share the service fairly
 
     @property
     def kv_salt(self) -> bytes:
@@ -109,20 +90,11 @@ Band = tuple[bool, bool, int]
 
 @dataclass(eq=False, slots=True)
 class Progress:
-    """How far a request is, and how it is treated. Its methods are all that writes it.
+    """How far a request is, and how it is treated. Only its methods write it.
 
     Two counters measure it: *known* tokens (prompt and output) and *computed* tokens (their KV exists). Prefill,
-    chunks, decode and recomputation all raise `computed` to `known`.
-
-    Attributes:
-        planned: `computed` after all plans in flight have committed.
-        pending_samples: Tokens that plans in flight will sample.
-        cached: Prefix-cache hit on arrival, in tokens; 0 once it holds KV.
-        reverse: Whether it fills its blocks from the last slot down; fixed on arrival.
-        last_plan: Last plan with a slice of it, unless it has left the running requests.
-        was_admitted: Whether it has held KV, at this engine or an earlier one.
-        is_newly_resident: Whether no token was sampled since its KV was allocated or swapped in.
-        band, target: Those of its options, unless it was lifted to real-time or its target follows from its forecast.
+    chunks, decode and recomputation all raise `computed` to `known`. Its band and target are those of its options,
+    unless it was lifted to real-time or its target follows from its forecast.
     """
 
     known: int
@@ -130,14 +102,14 @@ class Progress:
     band: Band
     target: Target
     computed: int = 0
-    planned: int = 0
-    pending_samples: int = 0
-    cached: int = 0
-    reverse: bool = False
-    last_plan: int = NEVER
+    planned: int = 0  # `computed` after all plans in flight have committed
+    pending_samples: int = 0  # tokens that plans in flight will sample
+    cached: int = 0  # prefix-cache hit on arrival, in tokens; 0 once it holds KV
+    reverse: bool = False  # fills its blocks from the last slot down; fixed on arrival
+    last_plan: int = NEVER  # last plan with a slice of it, unless it has left the running requests
     evictions: int = 0
-    was_admitted: bool = field(init=False)
-    is_newly_resident: bool = False
+    was_admitted: bool = field(init=False)  # has held KV, at this engine or an earlier one
+    is_newly_resident: bool = False  # no token was sampled since its KV was allocated or swapped in
     awaits_grammar: bool = False
     reserved_tokens: int = UNLIMITED
     forecast: Forecast | None = None
@@ -149,7 +121,7 @@ class Progress:
 
     @property
     def reached(self) -> int:
-        """Number of tokens that need no computation: computed, or found in the prefix cache."""
+        """Number of tokens that are computed or found in the prefix cache."""
         return self.computed or self.cached
 
     @property
@@ -188,7 +160,7 @@ class Progress:
         self.known += len(tokens)
 
     def rewind(self, kept: int) -> None:
-        """Continue after the first `kept` tokens, whose KV is kept or found. No plan in flight contains it."""
+        """Continue after the first `kept` tokens, with no plan in flight."""
         self.computed = self.planned = kept
         self.pending_samples = 0
         self.last_plan = NEVER
@@ -234,29 +206,19 @@ class Progress:
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One sequence to generate, as it was asked for; `progress` says how far it is. Requests compare by identity.
+    """One sequence to generate; `progress` says how far it is. Requests compare by identity."""
 
-    Attributes:
-        id: Unique; increases with arrival.
-        arrival: Seconds on the driver's clock, as is `deadline`.
-        min_tokens: Output length before which `stop_tokens` have no effect.
-        sampling: Parameters of the executor's sampler; opaque to the core.
-        keeps_kv: Whether blocks stay allocated after it has finished, until `EngineCore.release`.
-        prefix: Keys of its KV blocks; None disables prefix caching.
-        resumed: Output tokens that another engine has generated.
-    """
-
-    id: int
-    arrival: float
+    id: int  # unique; increases with arrival
+    arrival: float  # seconds on the driver's clock, as is `deadline`
     prompt: Sequence[int]
     max_tokens: int
-    min_tokens: int = 0
+    min_tokens: int = 0  # output length before which `stop_tokens` have no effect
     stop_tokens: frozenset[int] = frozenset()
     options: RequestOptions = DEFAULT_OPTIONS
-    sampling: object = None
-    keeps_kv: bool = False
-    prefix: Prefix | None = None
-    resumed: Sequence[int] = ()
+    sampling: object = None  # parameters of the executor's sampler; opaque to the core
+    keeps_kv: bool = False  # blocks stay allocated after it has finished, until `EngineCore.release`
+    prefix: Prefix | None = None  # keys of its KV blocks; None disables prefix caching
+    resumed: Sequence[int] = ()  # output tokens that another engine has generated
     deadline: float = field(init=False)
     max_total_tokens: int = field(init=False)
     progress: Progress = field(init=False, repr=False)

@@ -27,8 +27,7 @@ def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Reques
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
     """Iterate in rank order over the holders, and the requests without KV that would be admitted.
 
-    An admission's method `limits(kv)`, which it may lack, returns how many blocks a request without KV may need to be
-    admitted now, for each kind of need.
+    The admission's method `limits(kv)`, which it may lack, returns how many blocks one may need, for each kind of need.
     """
     limits = getattr(policies.admission, "limits", None)
     if limits is None:

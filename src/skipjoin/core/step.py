@@ -13,7 +13,7 @@ class Slice(NamedTuple):
     """Consecutive tokens of one request that are computed in one step.
 
     Attributes:
-        awaits: Whether a plan in flight samples the last input token, from which the executor takes it.
+        awaits: Whether a plan in flight samples the last input token.
         blocks: Device blocks of positions [0, start + tokens), in order.
     """
 
@@ -54,27 +54,19 @@ _STATES_PER_SEQ, _SWAPPED_STATES_PER_SEQ = 2, 8
 
 
 class StateSizes(NamedTuple):
-    """Slots for state of requests that is no KV, such as that of linear attention, called `name`.
-
-    Attributes:
-        snapshots: Further slots on the device, for states at the ends of cached prefixes.
-        blocks: Size of a state on the link between the tiers, in KV blocks.
-    """
+    """Slots for state of requests that is no KV, such as that of linear attention, called `name`."""
 
     name: str
     device: int
     cpu: int = 0
-    snapshots: int = 0
-    blocks: float = 0.0
+    snapshots: int = 0  # further slots on the device, for states at the ends of cached prefixes
+    blocks: float = 0.0  # size of a state on the link between the tiers, in KV blocks
 
     @classmethod
     def fitting(
         cls, state_bytes: int, *, pool_bytes: float, swap_bytes: float, block_bytes: int, seqs: int, snapshots: int
     ) -> StateSizes:
-        """Return the slots that fit into a part of each KV pool; none on the device if not even one does.
-
-        A KV block has `block_bytes` on the link, and a step at most `seqs` requests.
-        """
+        """Return the slots that fit into a part of each KV pool for steps of at most `seqs` requests."""
         here, there = (int(size * STATE_SHARE) // state_bytes for size in (pool_bytes, swap_bytes))
         return cls(
             "recurrent state",
@@ -117,19 +109,12 @@ class Move(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Work of one step, as input of a cost model.
+    """Work of one step, as input of a cost model."""
 
-    Attributes:
-        prefill: Tokens of slices longer than one token.
-        attention: Query-key pairs of these tokens.
-        decodes: Number of slices of one token.
-        context: KV tokens that these slices read.
-    """
-
-    prefill: int = 0
-    attention: int = 0
-    decodes: int = 0
-    context: int = 0
+    prefill: int = 0  # tokens of slices longer than one token
+    attention: int = 0  # query-key pairs of these tokens
+    decodes: int = 0  # number of slices of one token
+    context: int = 0  # KV tokens that these slices read
 
     @classmethod
     def of(cls, slices: Sequence[Slice]) -> StepShape:
@@ -156,17 +141,11 @@ class Capture(NamedTuple):
 
 
 class StatePlan(NamedTuple):
-    """State of requests that is no KV, such as that of linear attention.
+    """State of requests that is no KV, such as that of linear attention."""
 
-    Attributes:
-        slots: Slot of each slice's request, which has the state of the tokens before the slice and then with it.
-        restored: Copies of snapshots before the slices run, from and to these slots.
-        captured: Snapshots to take while they run.
-    """
-
-    slots: tuple[int, ...] = ()
-    restored: tuple[tuple[int, int], ...] = ()
-    captured: tuple[Capture, ...] = ()
+    slots: tuple[int, ...] = ()  # slot of each slice's request, with the state before the slice and then after it
+    restored: tuple[tuple[int, int], ...] = ()  # copies of snapshots before the slices run, from and to these slots
+    captured: tuple[Capture, ...] = ()  # snapshots to take while they run
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,29 +154,21 @@ class StepPlan:
 
     The source of a blocking swap-out is copied first, so the same plan may overwrite it. A plan without slices ends as
     soon as a move has completed, or after `PAUSE_S`.
-
-    Attributes:
-        blocking: Moves that must complete before the slices run.
-        overlapped: Moves that run asynchronously, possibly over many plans.
-        waiting_for_kv: Requests that would be in this step if all their KV were on the device.
     """
 
     id: int
     slices: tuple[Slice, ...]
-    blocking: tuple[Move, ...] = ()
-    overlapped: tuple[Move, ...] = ()
-    waiting_for_kv: tuple[Request, ...] = ()
+    blocking: tuple[Move, ...] = ()  # must complete before the slices run
+    overlapped: tuple[Move, ...] = ()  # run asynchronously, possibly over many plans
+    waiting_for_kv: tuple[Request, ...] = ()  # would be in this step if all their KV were on the device
     states: StatePlan | None = None
 
 
 class StageTime(NamedTuple):
-    """Seconds that one pipeline stage worked on a step, blocking moves included, and was idle before it.
-
-    The gap is 0 in its first step.
-    """
+    """Seconds that one pipeline stage worked on a step, blocking moves included, and was idle before it."""
 
     busy: float
-    idle: float
+    idle: float  # 0 in its first step
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 class WaitReason(StrEnum):
     """Reason why a request is not running.
 
-    The planner examines requests in rank order and stops where no further one can run. Those after it share one reason.
+    The planner examines requests in rank order. Those after the last one that can run share one reason.
     """
 
     NO_SLOT = "no_slot"  # the batch has its maximum number of requests
@@ -29,8 +29,8 @@ class WaitReason(StrEnum):
 
 
 class WaitState(NamedTuple):
-    """Current wait of a request. `short` is the number of missing KV blocks, with NO_KV."""
+    """Current wait of a request."""
 
     reason: WaitReason
     since: float
-    short: int = 0
+    short: int = 0  # number of missing KV blocks, with NO_KV

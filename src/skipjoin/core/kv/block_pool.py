@@ -15,10 +15,8 @@ class BlockPool:
 
     A *free* block holds no request's KV. A free block whose KV has a key is *cached*. Empty blocks are reused first,
     then cached ones in LRU order, then those that are leased to programs, and those that waiting requests want last.
-
-    Attributes:
-        changes: Number of times that KV which requests wait for was lost, allocated or freed.
-        reused: Number of times that a cached block was allocated, and its KV lost.
+    `changes` counts how often KV that requests wait for was lost, allocated or freed, and `reused` how often cached KV
+    was lost.
     """
 
     def __init__(self, total: int) -> None:
@@ -48,7 +46,6 @@ class BlockPool:
         return len(self._empty)
 
     def next_empty(self, count: int) -> list[int]:
-        """Return at most `count` blocks that hold nothing, which stay free."""
         return [*islice(reversed(self._empty), count)]
 
     def take(self, count: int) -> list[int]:
@@ -165,7 +162,6 @@ class BlockPool:
                 self._move(key, before)
 
     def _move(self, key: Key, before: dict[int, None]) -> None:
-        """Let a cached block follow the class of its key, which was `before`."""
         after = self._class_of(key)
         if after is not before and (block := self._blocks.get(key)) in before:
             del before[block]

@@ -11,19 +11,12 @@ from skipjoin.core.step import Direction
 
 
 class Hit(NamedTuple):
-    """Prefix-cache hit of a request.
+    """Prefix-cache hit of a request."""
 
-    Attributes:
-        tokens: Always fewer than the known tokens.
-        held: Number of hit blocks that other requests hold.
-        leader: Request that is about to compute the block after the hit.
-        swapped_out: Number of hit blocks on the CPU tier, the last ones.
-    """
-
-    tokens: int
-    held: int
-    leader: Request | None = None
-    swapped_out: int = 0
+    tokens: int  # always fewer than the known tokens
+    held: int  # number of hit blocks that other requests hold
+    leader: Request | None = None  # is about to compute the block after the hit
+    swapped_out: int = 0  # number of hit blocks on the CPU tier, the last ones
 
 
 MISS = Hit(0, 0)
@@ -35,7 +28,6 @@ class HeldBlocks(Protocol):
     Attributes:
         table: Block table for plans; empty for ledgers that only count.
         room: Tokens that it may have on the device without another ledger call.
-        tokens_before_drop: Tokens that it had before its last ones were dropped.
         swapped_out: Blocks that must be swapped in before it can run.
         is_settled: Whether nothing of it is in transit, slots that another request overwrites included.
     """
@@ -70,29 +62,21 @@ class Tiered(Protocol):
 
     @property
     def cpu_free(self) -> int: ...
-
     @property
     def blocks_in_transit(self) -> Mapping[Direction, int]: ...
-
     def cpu_footprint(self, request: Request) -> int: ...
-
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool: ...
-
     def can_move_in(self, request: Request) -> bool: ...
 
 
 class Cached(Protocol):
-    """Prefix cache."""
-
     def shared_within(self, requests: Iterable[Request]) -> int:
         """Return how many device blocks only these requests share; no footprint includes them."""
 
     @property
     def cached_blocks(self) -> int: ...
-
     @property
     def cached_cpu_blocks(self) -> int: ...
-
     @property
     def shared_blocks(self) -> int: ...
 
@@ -106,7 +90,6 @@ class Shared(Protocol):
 
     @property
     def bidirectional_blocks(self) -> int: ...
-
     def can_share(self, owner: Request, borrower: Request) -> bool: ...
 
     def in_the_way(self, request: Request, tokens: int) -> Iterable[Request]:
@@ -123,7 +106,6 @@ class Reserving(Protocol):
 
     @property
     def is_flat(self) -> bool: ...
-
     def parent_of(self, request: Request) -> Owner: ...
 
     def sources(self, request: Request, parent: Owner) -> frozenset[Owner]:
@@ -144,11 +126,9 @@ class Stateful(Protocol):
     """Slots for state that is no KV block, one for each request with blocks."""
 
     @property
-    def free(self) -> int:
-        """Number of free slots on the device."""
+    def free(self) -> int: ...
 
-    def slot_of(self, request: Request) -> int | None:
-        """Return the request's slot on the device, or None."""
+    def slot_of(self, request: Request) -> int | None: ...
 
 
 class KVAccounts(Protocol):
@@ -158,7 +138,6 @@ class KVAccounts(Protocol):
     def block_size(self) -> int: ...
     @property
     def device_total(self) -> int: ...
-
     @property
     def device_free(self) -> int: ...
 
@@ -202,7 +181,6 @@ class KVAccounts(Protocol):
         return min(request.progress.computed, blocks * self.block_size)
 
     def holders(self) -> Collection[Request]: ...
-
     def blocks_of(self, request: Request, /) -> HeldBlocks | None: ...
 
     def footprint(self, request: Request, /) -> int:
@@ -226,7 +204,7 @@ class KVAccounts(Protocol):
         """Return how many available blocks the request lacks to reserve `blocks`; may be negative."""
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
-        """Return how many unreserved blocks each of the next decode-only steps needs, or None if that is unknown."""
+        """Return how many unreserved blocks each of the next decode-only steps needs, if that is known."""
         return None
 
     def hit(self, request: Request, /) -> Hit:

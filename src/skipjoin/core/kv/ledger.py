@@ -15,9 +15,8 @@ class KVLedger(Holdings):
     """Ledger of the KV blocks that each request holds and reserves.
 
     The first blocks of a request are on the device and the rest on the CPU tier. A request with a move in transit
-    cannot be moved again or released. Blocks are allocated in a fixed order, so that traces are reproducible.
-
-    Unless swapping `is_exact`, swapped KV is neither cached nor shared.
+    cannot be moved again or released. Blocks are allocated in a fixed order, so that traces are reproducible. Unless
+    swapping `is_exact`, swapped KV is neither cached nor shared.
     """
 
     def _compose(self) -> None:

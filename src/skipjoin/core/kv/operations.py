@@ -1,4 +1,4 @@
-"""What plans and their outcomes do with KV blocks. Policies import `interface` only, which changes nothing."""
+"""Operations of plans on KV blocks. Policies import `interface` only, which changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class TierOperations(Tiered, Protocol):
         """
 
     def recall(self, move: Move) -> None: ...
-
     def move_in(self, request: Request) -> Move: ...
 
     def restore(self, request: Request, tokens: int) -> Sequence[Move]:
@@ -45,13 +44,11 @@ class TierOperations(Tiered, Protocol):
         """Start an overlapped copy to the CPU tier of cached blocks that are reused next."""
 
     def expect(self, request: Request) -> None: ...
-
     def receive(self, request: Request) -> None: ...
 
 
 class CacheOperations(Cached, Protocol):
     def announce(self, request: Request) -> None: ...
-
     def offer(self, request: Request, /) -> None: ...
 
     def await_prefix(self, request: Request) -> None:
@@ -62,11 +59,10 @@ class CacheOperations(Cached, Protocol):
     def lease(self, program: ProgramId, request: Request, until: float) -> None:
         """Prefer to keep the KV of a program's finished call, in place of that of an earlier call.
 
-        The blocks are free as others are, but are reused after those that no program has.
+        Its blocks are free, but are reused after those that no program has.
         """
 
-    def end_leases(self, now: float) -> None:
-        """End the leases that last until `now` or less."""
+    def end_leases(self, now: float) -> None: ...
 
 
 class SharingOperations(Shared, Protocol):
@@ -99,15 +95,14 @@ class ReservationOperations(Reserving, Protocol):
 
 
 class StateOperations(Stateful, Protocol):
-    def plan(self, slices: Sequence[Slice], block_size: int) -> StatePlan:
-        """Return where a plan with these slices finds state, and the snapshots that it takes."""
+    def plan(self, slices: Sequence[Slice], block_size: int) -> StatePlan: ...
 
     def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
         """Let hits use the snapshots of a committed plan, except those of the requests `void`."""
 
 
 class BlockLedger(KVAccounts, Protocol):
-    """Operations of plans and their outcomes. Only the scheduler calls them, where the queries allow it."""
+    """Operations of plans and their outcomes, which only the scheduler calls, where the queries allow them."""
 
     @property
     def tiers(self) -> TierOperations | None:
@@ -152,7 +147,6 @@ class BlockLedger(KVAccounts, Protocol):
         """Drop the KV and the reservation, except the first `keep` device blocks, which are full."""
 
     def release(self, request: Request) -> None: ...
-
     def clear(self) -> None: ...
 
     def reclaim(self) -> int:

@@ -132,11 +132,11 @@ class PrefixCache:
 
     @property
     def survival(self) -> float:
-        """Share of the free blocks with their KV that requests, whose KV was dropped, found when they returned."""
+        """Share of free blocks with KV that requests found when they returned after their KV was dropped."""
         return self._found / self._left if self._left else 0.0
 
     def note_drop(self, request: Request) -> None:
-        """Remember what a request that waits again could find, to learn how much of it is left when it returns."""
+        """Remember what a dropped request could find, to learn how much of it is left when it returns."""
         if (search := self.awaited.get(request)) is not None:
             search.update(*self._pools, self._holders.of)
             if search.found > search.held:
@@ -150,7 +150,7 @@ class PrefixCache:
             self._found += _SURVIVAL_RATE * (min(left, max(0, held.keyed + len(held.cpu) - shared)) - self._found)
 
     def found(self, request: Request) -> int:
-        """Return how many cached blocks the last search of a waiting request found, whether or not it may use them."""
+        """Return how many cached blocks a waiting request's last search found, whether or not it may use them."""
         search = self.awaited.get(request)
         return search.found if search is not None else 0
 

@@ -11,23 +11,16 @@ from skipjoin.core.step import Direction, Move
 
 @dataclass(eq=False, slots=True)
 class SharedBlock:
-    """Bidirectional block: its owner fills it from the last slot down, the borrower from the first slot up.
-
-    Attributes:
-        copy: CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks.
-        borrower: None after it left while some of the owner's slots are still saved.
-        split: First slot that the owner may fill.
-        saved: Number of the owner's lowest slots that the borrower overwrites.
-    """
+    """Bidirectional block: its owner fills it from the last slot down, the borrower from the first slot up."""
 
     block: int
     owner: RequestBlocks
     index: int
-    copy: int | None
-    borrower: RequestBlocks | None = None
+    copy: int | None  # CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks
+    borrower: RequestBlocks | None = None  # None after it left while some of the owner's slots are still saved
     at: int = 0
-    split: int = 0
-    saved: int = 0
+    split: int = 0  # first slot that the owner may fill
+    saved: int = 0  # number of the owner's lowest slots that the borrower overwrites
 
 
 @dataclass(eq=False, slots=True)
@@ -39,29 +32,18 @@ class Sharing:
 
 @dataclass(eq=False, slots=True)
 class Transit:
-    """Moves of one request in transit; changed by `Transfers`.
-
-    Attributes:
-        move: Move between the tiers; None while KV arrives from another engine.
-        saves: Moves that save slots which a borrower overwrites, with the index of their block.
-        lost_from: First device block that a failed move lost, while another move is in transit.
-    """
+    """Moves of one request in transit; changed by `Transfers`."""
 
     direction: Direction | None = None
-    move: Move | None = None
+    move: Move | None = None  # between the tiers; None while KV arrives from another engine
     aside: Move | None = None
-    saves: dict[Move, int] = field(default_factory=dict)
-    lost_from: int | None = None
+    saves: dict[Move, int] = field(default_factory=dict)  # of slots that a borrower overwrites, with the block index
+    lost_from: int | None = None  # first device block that a failed move lost, while another move is in transit
 
 
 @dataclass(eq=False, slots=True)
 class RequestBlocks:
-    """Blocks of one request, with one part for each part of the ledger.
-
-    Attributes:
-        keyed: Number of first device blocks that were offered to the prefix cache.
-        is_private: Whether new KV is not cached, because inexact KV was swapped in.
-    """
+    """Blocks of one request, with one part for each part of the ledger."""
 
     request: Request
     block_size: int
@@ -69,8 +51,8 @@ class RequestBlocks:
     reservation: Reservation
     cpu: list[int] = field(default_factory=list)
     tokens_before_drop: int = 0
-    keyed: int = 0
-    is_private: bool = False
+    keyed: int = 0  # number of first device blocks that were offered to the prefix cache
+    is_private: bool = False  # new KV is not cached, because inexact KV was swapped in
     sharing: Sharing = field(default_factory=Sharing)
     transit: Transit = field(default_factory=Transit)
     table: tuple[int, ...] = ()

@@ -22,20 +22,15 @@ Owner = Request | Account | None
 class Reservation:
     """Reservation of a number of blocks; nested ones use blocks that their parent does not (EconoServe section 3.2).
 
-    Attributes:
-        held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
-        promised: Blocks that the owner may have in total, with those of nested reservations.
-        adopted: Held blocks that are counted in the reservation of another holder.
-        shared: Blocks counted here that others hold too.
-        size: Blocks taken from the parent: the maximum of `promised` and of blocks held and nested, minus `adopted`.
+    The size is what it takes from the parent: the maximum of `promised` and of blocks held and nested, minus `adopted`.
     """
 
     owner: Owner = None
-    held: Sized = ()
+    held: Sized = ()  # by the owner; the ledger changes them and then calls `resize`
     parent: Reservation | None = None
-    promised: int = 0
-    adopted: int = 0
-    shared: int = 0
+    promised: int = 0  # blocks that the owner may have in total, with those of nested reservations
+    adopted: int = 0  # held blocks that are counted in the reservation of another holder
+    shared: int = 0  # blocks counted here that others hold too
     nested: dict[Reservation, None] = field(default_factory=dict)
     nested_blocks: int = 0
     size: int = 0

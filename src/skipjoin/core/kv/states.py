@@ -14,7 +14,7 @@ _MAX_SHARED = 4
 class StateSlots:
     """Slots for state of a request that is no KV block, such as that of linear attention.
 
-    A request has one on the device, or on the CPU tier beside its swapped-out KV, or both during a move. State cannot
+    A request has one on the device, or on the CPU tier with its swapped-out KV, or both during a move. State cannot
     return to an earlier token, so a request with one loses all of its KV or none.
     """
 
@@ -108,12 +108,11 @@ class Snapshots:
     """States at block borders of cached prefixes; the least recently used one is replaced.
 
     A slice leaves one at the last border of its prompt, which requests with the same prompt and more turns can use, and
-    one where its prompt parts from cached KV, or from the prompts of waiting requests. `changes` counts keys that were
-    added or lost.
+    one where its prompt parts from cached KV, or from the prompts of waiting requests.
     """
 
     def __init__(self, slots: range) -> None:
-        self.changes = 0
+        self.changes = 0  # number of keys that were added or lost
         self._slots = slots
         self._empty = list(reversed(slots))
         self._of: dict[Key, int] = {}  # least recently used first
@@ -122,7 +121,6 @@ class Snapshots:
         self._restored: dict[Request, int] = {}  # slots to copy from in the plan that is being decided
 
     def longest(self, keys: Sequence[Key], found: int) -> int:
-        """Return the number of blocks, at most `found`, after which there is a snapshot."""
         return next((count for count in range(found, 0, -1) if keys[count - 1] in self._of), 0)
 
     def share(self, request: Request, tokens: int) -> None:
@@ -170,7 +168,6 @@ class Snapshots:
                     yield border
 
     def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
-        """Give the snapshots of a plan their keys, except those of the requests `void`."""
         for index, tokens, slot in plan.states.captured if plan.states is not None else ():
             slice_ = plan.slices[index]
             border = slice_.start + tokens

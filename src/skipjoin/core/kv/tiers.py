@@ -11,10 +11,7 @@ from skipjoin.core.step import Direction, Move, Span
 
 
 class Tiers:
-    """Moves of KV between the device and the CPU tier, or from another engine.
-
-    Blocks that a move reads are *pinned* until `complete`: neither free nor usable.
-    """
+    """Moves of KV between the device and the CPU tier, or from another engine."""
 
     def __init__(self, kv: Holdings, transfers: Transfers, shared: SharedBlocks, *, is_exact: bool) -> None:
         self._kv = kv

@@ -37,13 +37,6 @@ def _turn(group: int, key: float) -> float:
 
 
 class _Job:
-    """State of a request.
-
-    Attributes:
-        cached: Tokens that it finds in the prefix cache, as of the last lookup.
-        place: Bin of the lengths that it may still get, or NOT_BEGUN.
-    """
-
     __slots__ = ("cached", "cell", "cls", "entry", "kind", "place", "standing")
 
     kind: Kind
@@ -61,12 +54,12 @@ class Adaptive(Callbacks):
     """Ordering by learned index and age, after requests that wait for their first token.
 
     A request's key is -log(index) + arrival / tau, and keys that differ by less than a margin do not preempt. Requests
-    older than `overtaking_s` precede these, by arrival. So no request overtakes one that arrived more than
-    `overtaking_s` before it, except for its first token.
+    older than `overtaking_s` precede these, by arrival, so that no later request overtakes them except for its first
+    token.
 
     Requests that wait for their first token follow by arrival + `prompt_patience` x prefill time. While others precede
-    them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
-    forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
+    them, the index charges the prefill. It no longer counts from that sum on: requests that arrive later
+    and have equal forecasts and limits do not overtake because of shorter prompts.
 
     First tokens of requests that then wait take time from others, which ordering must win back. Such prompts get
     `first_share` where costs are spread as widely as an exponential distribution, and 3 % where all are alike
@@ -330,7 +323,6 @@ class Adaptive(Callbacks):
             self._join(job)
 
     def _look_up(self, kv: KVAccounts) -> None:
-        """Follow the prefix cache for the waiting requests whose last lookup is longest ago."""
         waiting = self._with_prefix
         for request in list(islice(waiting, 1 + len(waiting) // _LOOKUP_STEPS)):
             del waiting[request]
@@ -368,7 +360,6 @@ class Adaptive(Callbacks):
     # -- places -------------------------------------------------------------------------------------------
 
     def _advance(self, request: Request, job: _Job) -> None:
-        """Enter the bin of the lengths that are still possible, and learn that the request survived earlier ones."""
         place = bin_of(request.progress.known - len(request.prompt) + 1)
         if job.place != NOT_BEGUN:
             for left in range(job.place, place):

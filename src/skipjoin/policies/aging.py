@@ -18,17 +18,14 @@ _RATE = 0.3
 class Aging:
     """Weight of age against the index: key = base(log index) + per_s x arrival, of which `per_s` is 1 / tau.
 
-    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides. New
+    Where the indices of waiting and new requests are alike, ordering by them gains nothing, so age decides. New
     requests count as much as waiting ones, because a queue may hold only long requests that short new ones should
     overtake.
-
-    Args:
-        step_s: Seconds of a decode step, which may be updated.
     """
 
     def __init__(self, step_s: float) -> None:
         self.per_s = 1.0 / (_FIRST_TAU_STEPS * step_s)
-        self.step_s = step_s
+        self.step_s = step_s  # seconds of a decode step, which may be updated
         self._top: float | None = None
 
     def base(self, log_index: float) -> float:

@@ -24,8 +24,8 @@ def check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """Adds requests in rank order until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    If `chunked`, prompts are cut to the remaining tokens of the step (Sarathi). Otherwise `max_tokens` limits prompt
-    tokens only, and a prompt that does not fit waits without being overtaken.
+    If `chunked`, prompts are cut to the remaining tokens (Sarathi). Otherwise `max_tokens` limits prompt tokens only,
+    and a prompt that does not fit waits without being overtaken.
     """
 
     is_decode_invariant = True
@@ -98,11 +98,8 @@ class WholeBuilder(CountingBuilder):
 class Yielding(Callbacks):
     """Adds requests in rank order, where prompts leave tokens and time for decodes, whichever are offered first.
 
-    The streams of the last step that have not finished are expected to decode. Prompts get at least half of the tokens.
-    They are cut so that the step meets the shortest TPOT objective of these streams, but may lengthen it by a quarter.
-
-    Args:
-        tpot_s: Objective of streams without one of their own.
+    Streams of the last step are expected to decode. Prompts get at least half of the tokens. They are cut so that the
+    step meets the streams' shortest TPOT objective, by default `tpot_s`, but may lengthen it by a quarter.
     """
 
     is_decode_invariant = True

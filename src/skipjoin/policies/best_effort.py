@@ -79,7 +79,6 @@ class Patience:
         return bool(self.best_effort and (self._of or now < self._last + QUIET_S))
 
     def limit(self, real_time: StepLoad, *, decodes: bool) -> float:
-        """Return the limit for decodes or prompts of best-effort requests in a step with this real-time load."""
         if decodes and not self._of:
             return inf
         own = _BESIDE * real_time.seconds(self.cost) if real_time != StepLoad() else 0.0
@@ -94,7 +93,7 @@ class Patience:
 
 
 class LimitedBestEffort(BatcherWrapper):
-    """Batcher wrapper that bounds the delay of real-time requests by best-effort ones, as `Patience` says."""
+    """Bounds the delay of real-time requests by best-effort ones, as `Patience` says."""
 
     def __init__(self, batcher: Batcher, patience: Patience, is_best_effort: Callable[[Request], bool]) -> None:
         super().__init__(batcher)

@@ -10,13 +10,10 @@ class BinEdges:
 
     A step adds at most one token to a request. So it is looked at again after as many steps as it lacks tokens, and if
     it has fewer by then, once it runs again.
-
-    Attributes:
-        reached: Requests that leave their bin in their next step.
     """
 
     def __init__(self) -> None:
-        self.reached: set[Request] = set()
+        self.reached: set[Request] = set()  # leave their bin in their next step
         self._step = 0
         self._edges: dict[Request, int] = {}  # known tokens at which a request leaves its bin
         self._looks: dict[Request, int] = {}  # step in which a request is looked at
@@ -30,7 +27,6 @@ class BinEdges:
         self._await(request)
 
     def is_past(self, request: Request) -> bool:
-        """Return whether the request has left its bin, as one without a bin has."""
         return request.progress.known >= self._edges.get(request, 0)
 
     def begin_step(self, running: set[Request]) -> None:

@@ -23,17 +23,11 @@ _REQUEST_OF: Callable[[Ranked], Request] = itemgetter(3)
 
 
 class Standing(NamedTuple):
-    """What the order of a request depends on besides its index and its arrival.
+    """What the order of a request depends on besides its index and its arrival."""
 
-    Attributes:
-        is_fresh: Whether it has a claim to an early first token.
-        is_old: Whether no later request may overtake it, except for its first token.
-        is_overdue: Whether later requests may no longer overtake it because of its prompt.
-    """
-
-    is_fresh: bool = False
-    is_old: bool = False
-    is_overdue: bool = False
+    is_fresh: bool = False  # has a claim to an early first token
+    is_old: bool = False  # no later request may overtake it, except for its first token
+    is_overdue: bool = False  # later requests may no longer overtake it because of its prompt
 
 
 class Cell:
@@ -79,7 +73,6 @@ class SortedCells:
 
     # Both compute the key of `Cell.key` in place, because a call takes as long as the rest.
     def add(self, cell: Cell, entry: Entry) -> None:
-        """Add a request to one of the cells."""
         insort(cell.entries, entry)
         arrival, number, request = entry
         ranked, limit = (cell.base + cell.per_s * arrival, arrival, number, request), self._limit

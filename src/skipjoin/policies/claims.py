@@ -16,12 +16,9 @@ class FirstTokenClaims:
     """Claims of requests to early first tokens, and what these cost others.
 
     A request gets a claim while there is room for it, or time for prompts of requests that then wait (`ahead`), and
-    keeps it: if all gained and lost theirs together, each change would displace the KV of others. KV that is moved or
-    computed again costs capacity, which no order wins back: while what left for first tokens takes more than 2 % of the
-    time, they may not displace any.
-
-    Args:
-        step_s: Seconds of a decode step, which `follow` updates.
+    keeps it: if all gained and lost theirs together, each change would displace the KV of others. No order wins back
+    the capacity that moving or computing KV again costs, so first tokens may not displace any while this takes more
+    than 2 % of the time.
     """
 
     def __init__(self, time: ExecutionTime, step_s: float) -> None:
@@ -34,7 +31,6 @@ class FirstTokenClaims:
         self._left = 0  # tokens whose KV left since the last step
 
     def __bool__(self) -> bool:
-        """Whether requests wait for a claim."""
         return bool(self._queue)
 
     def follow(self, step_s: float, share: float) -> None:
@@ -45,7 +41,7 @@ class FirstTokenClaims:
         return self._again.is_open(now)
 
     def ask(self, request: Request, key: float, now: float) -> bool:
-        """Return whether the request gets a claim at once. Otherwise it waits for a claim in the order of keys."""
+        """Return whether the request gets a claim at once. Otherwise it waits in the order of keys."""
         if not self._queue and self.ahead.is_open(now):
             return True
         self._queue.add(key, request)
@@ -57,7 +53,7 @@ class FirstTokenClaims:
         """Grant claims while there is room for more requests, or time for prompts computed ahead.
 
         Args:
-            slots: Number of requests that may run beside all that have output; 0 if some of these wait.
+            slots: Number of requests that may run alongside all that have output; 0 if some of these wait.
             prompt_s: Returns the time of a request's prompt; None if the request needs no claim any more.
         """
         available = kv.available
@@ -126,7 +122,6 @@ class FirstTokenClaims:
             self._left += again
 
     def forget(self, request: Request, live: Collection[Request]) -> None:
-        """Forget a request that finished. `live` are those that did not."""
         self._queue.sweep(live)
         self._counted.discard(request)
         self._parts.pop(request, None)

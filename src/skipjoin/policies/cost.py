@@ -19,11 +19,6 @@ class LinearCost:
 
     A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x query-key pairs +
     context_token x KV tokens. Reading the weights overlaps with the arithmetic of few tokens.
-
-    Attributes:
-        weights: Seconds to read all weights. A step reads `read_share` of them.
-        expert_part: Share of the weights that are experts, in [0, 1].
-        expert_use: Share of the experts that a token uses, in [0, 1].
     """
 
     floor: float
@@ -33,9 +28,9 @@ class LinearCost:
     context_token: float = 0.0
     block: float = 0.0
     transfer_floor: float = 0.0
-    weights: float = 0.0
-    expert_part: float = 0.0
-    expert_use: float = 0.0
+    weights: float = 0.0  # to read all weights, of which a step reads `read_share`
+    expert_part: float = 0.0  # share of the weights that are experts, in [0, 1]
+    expert_use: float = 0.0  # share of the experts that a token uses, in [0, 1]
     revision: ClassVar[int] = 0
     margin: ClassVar[float] = 1.0
 
@@ -76,7 +71,6 @@ def scaled(cost: LinearCost, factor: float) -> LinearCost:
 
 
 def with_link_limit(cost: LinearCost, block_s: float) -> LinearCost:
-    """Return the cost model of a machine that takes at least `block_s` seconds to move a KV block."""
     return replace(cost, block=max(cost.block, block_s))
 
 
@@ -106,13 +100,15 @@ _MAX_MARGIN = 2.0
 
 
 class Margin:
-    """Running quantile of measured over estimated step times, at least 1."""
+    """Running quantile of measured over estimated step times, at least 1.
+
+    It moves by steps of constant size, so that a hiccup of the machine counts as one step.
+    """
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def learn(self, estimated: float, measured: float) -> None:
-        """Follow the quantile by steps of constant size, so that a hiccup of the machine counts as one step."""
         move = _COVERED if measured > self.value * estimated else _COVERED - 1
         self.value = min(_MAX_MARGIN, max(1.0, self.value + _MARGIN_RATE * move))
 
@@ -187,7 +183,7 @@ class LearningCost:
         return self._answer.transfer(blocks)
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Update the coefficients. Times that are not positive and finite are ignored."""
+        """Update the coefficients, unless the time is not positive and finite."""
         if not 0 < seconds < math.inf:
             return
         learned, bounds = self._learned, self._bounds

@@ -37,7 +37,6 @@ class NextTokens:
         return self._due[request] + request.progress.pending_samples * self._tpot_s[request]
 
     def dues(self, requests: Iterable[Request], *, in_flight: bool) -> Iterator[float]:
-        """Iterate over `due` of the requests, which no plan samples unless some are `in_flight`."""
         return map(self.due if in_flight else self._due.__getitem__, requests)
 
     def schedule(self, request: Request) -> float:
@@ -216,7 +215,7 @@ class StartedFirst(Ranked):
     """Ordering of best-effort requests without preemption: those with KV on the device first, so that it is freed.
 
     Requests that lost KV come next, which minimizes swapping (BROS section 4.2). Ties are broken by deadline, then by
-    arrival. A request without a deadline counts as a line of a batch that it opens, or it would wait for all batches.
+    arrival. One without a deadline counts as a line of a batch that it opens, or it would wait for all batches.
     """
 
     is_decode_invariant = True

@@ -28,13 +28,9 @@ _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Dispatch(Protocol):
-    """Policy that assigns each arriving request to a replica.
+    """Policy that assigns each arriving request to a replica."""
 
-    Attributes:
-        ignores_tokens: Whether `observe` needs no token events.
-    """
-
-    ignores_tokens: bool
+    ignores_tokens: bool  # whether `observe` needs no token events
 
     def choose(self, request: Request) -> int: ...
 
@@ -69,12 +65,10 @@ class _Prices:
 
 @dataclass(slots=True)
 class _Left:
-    """Remaining work: expected number of further output tokens, of `token_s` seconds each."""
-
     replica: int
     prefill_s: float
     token_s: float
-    tokens: int
+    tokens: int  # expected number of further output tokens, of `token_s` seconds each
     has_token: bool = False
     keys: int = 0
 
@@ -82,9 +76,8 @@ class _Left:
 class LeastWork:
     """Chooses the replica with the least estimated remaining work in seconds, and the first among equals.
 
-    Args:
-        lengths: Predicts the total output tokens of a request. Called again when the request exceeds the prediction.
-        learn: Called with every request that finished by itself.
+    `lengths` predicts the total output tokens of a request, again when it exceeds the prediction. `learn` is called
+    with every request that finished by itself.
     """
 
     ignores_tokens = False
@@ -135,7 +128,6 @@ class LeastWork:
         return self._prices[replica].prefill_s(len(request.prompt) + len(request.progress.output) - reached, reached)
 
     def generated(self, request: Request) -> None:
-        """Account for a generated token, which `request.progress.output` includes."""
         left = self._left[request]
         change = left.prefill_s + left.token_s
         left.prefill_s = 0.0

@@ -47,11 +47,10 @@ _PHASES = {
 
 
 class PaddedLengths:
-    """Predicted output lengths with padding (EconoServe section 2.3).
+    """Predicted output lengths with padding (EconoServe section 2.3), a share of the forecast that is added.
 
-    Args:
-        padding: Share of the forecast that is added. A negative share is not reserved until a request outgrows its
-            reservation. Nested reservations are never below the forecast, since the parent request needs its KV.
+    A negative share is not reserved until a request outgrows its reservation. Nested reservations are never below the
+    forecast, since the parent request needs its KV.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
@@ -87,24 +86,19 @@ class QueueOrder(Protocol):
 
     def until(self, request: Request, known: int, now: float) -> float: ...
 
-    def lost(self, request: Request) -> None:
-        """Note that a request lost its KV on the device."""
+    def lost(self, request: Request) -> None: ...
 
-    def left(self, request: Request) -> None:
-        """Forget a request that no longer waits."""
+    def left(self, request: Request) -> None: ...
 
 
 class ByObjective:
     """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
-    Each is compared by range, and decodes of equal ranges form groups. Slack is the time until the completion target
-    (`Target.jct_s`) minus the remaining work. Requests without a target follow those with one, and missed targets are
-    last. A request that lost its KV on the device frees none when it finishes, but needs as much again: of these, those
-    with the least come first, and after those that hold KV.
-
-    Args:
-        time_ranges_s: Ascending boundaries between ranges of slack.
-        kv_range, length_range: Width of ranges in tokens.
+    Each is compared by range, of `kv_range` and `length_range` tokens, and decodes of equal ranges form groups. Slack
+    is the time until the completion target (`Target.jct_s`) minus the remaining work, with the ascending boundaries
+    `time_ranges_s`. Requests without a target follow those with one, and missed targets are last. A request that lost
+    its KV on the device frees none when it finishes, but needs as much again: of these, those with the least come
+    first, and after those that hold KV.
     """
 
     def __init__(
@@ -197,11 +191,8 @@ class ByObjective:
 class Tasks:
     """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
-    Args:
-        parks: Whether the order is told which requests lost their KV on the device.
-
-    Attributes:
-        overdue: Requests that precede all others of their phase because of their age.
+    The order is told which requests lost their KV on the device if it `parks`. `overdue` requests precede all others of
+    their phase because of their age.
     """
 
     def __init__(self, order: QueueOrder, *, parks: bool = False) -> None:

@@ -85,8 +85,8 @@ class Swap(Recompute):
     Args:
         drop_share: Maximum share of time for recomputation after drops for new requests, except for those of a better
             band than their victim, and those that must precede a candidate.
-        exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
-            share of time for first tokens and recomputation.
+        exempts_first: Whether real-time requests without output are exempt, too, because their ordering limits that
+            time.
     """
 
     is_decode_invariant = True
@@ -174,8 +174,8 @@ class Vacate(Swap):
 class Spill(Swap):
     """Swaps out only the missing number of blocks, the last ones of best-effort requests (BROS section 5.2).
 
-    A victim waits until all of its KV can be on the device again. Requests with KV on the CPU tier come first, because
-    they wait already. Real-time requests are evicted last, and as a whole.
+    Requests with KV on the CPU tier come first, because they wait already, until all of their KV is on the device
+    again. Real-time requests are evicted last, and as a whole.
     """
 
     is_decode_invariant = True

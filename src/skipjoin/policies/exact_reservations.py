@@ -71,7 +71,7 @@ class GroupGate:
 
 
 class _Wanted(NamedTuple):
-    """Reservation of a decode, and the unused blocks that a parent request must have. Kept until it is granted."""
+    """Reservation of a decode, and the unused blocks that a parent request must have."""
 
     target: int
     forecast: Forecast | None
@@ -332,17 +332,14 @@ class ExactReservations(Callbacks):
         )
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
-        """Return the limits of `needs` for a request without KV now."""
         prompt = max(self._room_for_prompts(kv), self._collected(kv))
         return (prompt,) if self._parents is None else (prompt, self._parents.largest(kv))
 
     def _room_for_prompts(self, kv: KVAccounts) -> int:
-        """Return the blocks that a prompt may have for which none are collected."""
         prompt = unused(PROMPTS, kv)
         return kv.available if kv.available > prompt and not self._generation_waits(kv) else prompt
 
     def _collected(self, kv: KVAccounts) -> int:
-        """Return the blocks of the collector's prompt if those of its reservation are collected, or 0."""
         request = self._collector
         if request is None or kv.blocks_of(request) is not None:
             return 0

@@ -30,8 +30,7 @@ def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], 
 class ExecutionTime:
     """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens (ALISE section 3.1).
 
-    The model is fitted to a cost model's prefills and single decodes, again after each revision. `quality` has R
-    squared of both.
+    The model is fitted to a cost model's prefills and single decodes, again after each revision.
     """
 
     def __init__(self, cost: CostModel) -> None:

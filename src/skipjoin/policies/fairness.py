@@ -28,21 +28,15 @@ OUTPUT_WEIGHT = 2.0
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """Client with unfinished requests.
+    """Client with unfinished requests."""
 
-    Attributes:
-        number: Decreases with each arriving client, so that the latest is first among equal counters.
-        weight: That of its latest request.
-        distance: Number of whole leads ahead of the client with the least service; `is_apart` if it has no other.
-    """
-
-    number: int
+    number: int  # decreases with each arriving client, so that the latest is first among equal counters
     ordering: Ordering
     served: float
     live: dict[Request, int] = field(default_factory=dict)
-    weight: float = 1.0
-    distance: int = 0
-    is_apart: bool = True
+    weight: float = 1.0  # of its latest request
+    distance: int = 0  # whole leads ahead of the client with the least service
+    is_apart: bool = True  # no other client has its distance
 
     @property
     def key(self) -> tuple[float, int]:
@@ -55,10 +49,9 @@ _BY_KEY = attrgetter("key")
 class Fair(Routed):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
-    Service counts computed prompt tokens, and output tokens and charges times `output_weight`, all over the weight of
-    the client. A returning client is lifted to the smallest counter of the active clients. Requests are preempted only
-    for clients that are behind by a `lead` (in weighted tokens) or more, so two clients do not preempt each other in
-    turn.
+    Service counts computed prompt tokens, and output tokens and charges times `output_weight`, all over the client's
+    weight. A returning client is lifted to the smallest counter of the active clients. Only clients that are behind by
+    a `lead` (in weighted tokens) or more preempt, so that two clients do not preempt each other in turn.
     """
 
     def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
@@ -202,9 +195,9 @@ class Fair(Routed):
 
 
 class FairSteps(BatcherWrapper):
-    """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
+    """Bounds how long clients make each other's steps, around `LimitedBestEffort`.
 
-    While `n` > 1 clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
+    While n > 1 clients have real-time requests, a step takes at most n times the modeled time of its first client's
     requests alone.
     """
 

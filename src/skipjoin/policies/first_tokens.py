@@ -11,15 +11,11 @@ _BURST_STEPS, _AHEAD_STEPS = 80, 40
 
 
 class FirstTokenPace:
-    """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts.
-
-    Args:
-        step_s: Seconds of a decode step, which may be updated.
-    """
+    """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts."""
 
     def __init__(self, share: float, step_s: float) -> None:
         self.share = share
-        self.step_s = step_s
+        self.step_s = step_s  # seconds of a decode step, which may be updated
         self._until = -math.inf  # time at which the used time has been paid for
 
     def spend(self, seconds: float, now: float) -> None:
@@ -32,8 +28,8 @@ class FirstTokenPace:
 class PromptAdvances:
     """Gate that bounds the time of prompts which are computed ahead, for requests that then wait.
 
-    Such a prompt counts until its request continues. If its KV is lost before, it counts for good. What counts is
-    worked off by a `share` of the time, which may be updated as `step_s` may.
+    Such a prompt counts until its request continues, or for good if its KV is lost before. What counts is worked off by
+    a `share` of the time, which may be updated as `step_s` may.
     """
 
     def __init__(self, share: float, step_s: float) -> None:
@@ -92,8 +88,6 @@ class RequestHeap:
 
 
 class Alarms(RequestHeap):
-    """Requests by the time at which they are due."""
-
     def due(self, now: float) -> Iterator[Request]:
         while self._entries and self._entries[0][0] <= now:
             yield self.pop()

@@ -12,8 +12,8 @@ _STRIDE = 1.2
 def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
     """Return the target forward size (EconoServe section 2.1).
 
-    This is the smallest number of prompt tokens in a step whose tokens per second reach `share` of the best rate on a
-    geometric grid up to `most`.
+    It is the smallest number of prompt tokens whose rate reaches `share` of the best one on a geometric grid up to
+    `most`.
     """
 
     def rate(tokens: int) -> float:

@@ -36,18 +36,13 @@ _MIN_STEP_S = 1e-9
 
 
 class Kind(NamedTuple):
-    """What the index of a request depends on besides its bin: octaves, and the bin of its `max_tokens`.
-
-    Attributes:
-        steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
-        uncached: Bin of the tokens that it must compute before its first output (`prefill_bin`); 0 once it has output.
-    """
+    """What the index of a request depends on besides its bin: octaves, and the bin of its `max_tokens`."""
 
     cls: ForecastClass
     octave: int
     cap: int
-    steps: int | None
-    uncached: int = 0
+    steps: int | None  # of its JCT objective in decode steps without other requests
+    uncached: int = 0  # `prefill_bin` of the tokens before its first output; 0 once it has output
 
     @property
     def without_prompt(self) -> Kind:
@@ -84,9 +79,9 @@ class GittinsIndex:
 
     The gain of a request that ends is 1/length, as normalized latency divides by it, or 1/objective with a JCT
     objective. The cost of a token is the share of a slot, or of the KV pool, whichever is short. A prompt costs the
-    time of its uncached tokens, because all slots wait for it. With equal lengths the hazard rises, and so does the
-    index: nothing is preempted. With heavy tails it falls, and short work goes first. With good forecasts the order
-    becomes shortest remaining time.
+    time of its uncached tokens, because all slots wait for it. With equal lengths, hazard and index rise, and nothing
+    is preempted. With heavy tails they fall, and short work goes first. With good forecasts the order becomes shortest
+    remaining time.
     """
 
     def __init__(self, cost: CostModel, max_seqs: int) -> None:
@@ -109,7 +104,6 @@ class GittinsIndex:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a decode step of one request."""
         return self._decode(1)
 
     def observe(self, kv: KVAccounts, running: int) -> None:
@@ -173,7 +167,6 @@ class GittinsIndex:
         return reduce(add, weighted, 0.0), reduce(add, map(mul, weighted, costs), 0.0)
 
     def _decode(self, context: float) -> float:
-        """Return the seconds of a decode step, above 0 even if a profile says otherwise."""
         return max(_MIN_STEP_S, self.time.decode(int(context)))
 
     def _index(self, kind: Kind, place: int) -> float:
@@ -215,7 +208,6 @@ class GittinsIndex:
         return found
 
     def _token_costs(self, octave: int) -> list[float]:
-        """Return the cost of a token in each bin after a prompt of this octave."""
         if (found := self._token_cost.get(key := (octave, self._capacity))) is None:
             prompt = _prompt_of(octave)
             slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity
@@ -223,7 +215,6 @@ class GittinsIndex:
         return found
 
     def _costs(self, octave: int) -> list[float]:
-        """Return the cost of all tokens of a request that ends in each bin."""
         if (found := self._cost_to_end.get(key := (octave, self._capacity))) is None:
             prompt = _prompt_of(octave)
             slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity

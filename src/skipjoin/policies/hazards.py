@@ -48,8 +48,8 @@ def merged(mass: Sequence[float]) -> list[float]:
 class Hazards:
     """Counts of requests by the bins that they leave, either to the next bin or because they end.
 
-    So the estimate does not depend on which requests a scheduler favors, unlike one that learns at the end of requests
-    and sees short ones first.
+    Unlike an estimate at the end of requests, which sees short ones first, it does not depend on which ones are
+    favored.
     """
 
     __slots__ = ("ended", "reached")

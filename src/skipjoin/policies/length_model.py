@@ -49,7 +49,6 @@ _FIRST_RATIOS = _guess([(step - _RATIOS // 2) * math.log(2) / 2 for step in rang
 
 @cache
 def _ratio_bin(cls: int, place: int) -> int:
-    """Return the bin of the ratio of a length in bin `place` to a forecast in bin `cls`."""
     steps = round(2 * math.log2(BIN_MIDDLES[place] / BIN_MIDDLES[cls]))
     return min(_RATIOS - 1, max(0, _RATIOS // 2 + steps))
 
@@ -103,7 +102,6 @@ class LengthModel:
         self._experts.clear()
 
     def hazards(self, cls: ForecastClass) -> list[float]:
-        """Return the hazard of each bin, as of the last refresh."""
         if (found := self._tables.get(cls)) is not None:
             return found
         if cls is None:
@@ -121,7 +119,6 @@ class LengthModel:
         return [share / total for share in shares]
 
     def believed(self, cls: ForecastClass) -> str:
-        """Return the name of the expert with the largest share."""
         weights = self.weights()
         return EXPERTS[0] if cls is None else EXPERTS[weights.index(max(weights))]
 

@@ -19,8 +19,8 @@ from skipjoin.core.step import Slice, StepShape
 class Promotion(Enum):
     """What a starving request gets in the first queue. Except with `FIRST_QUEUE`, it then returns to its former queue.
 
-    A request whose KV is swapped in for a single token costs more than it gains: it is swapped out again, and has
-    hardly come closer to its end.
+    Swapping a request in for a single token costs more than it gains: it is swapped out again, hardly closer to its
+    end.
     """
 
     FIRST_QUEUE = "first-queue"  # it moves down queue by queue, as in Algorithm 1
@@ -30,24 +30,14 @@ class Promotion(Enum):
 
 @dataclass(slots=True)
 class _Job:
-    """MLFQ state of a request.
-
-    Attributes:
-        prefill: Tokens that it had to compute when it arrived.
-        key: Position in its queue, unique in it.
-        is_promoted: Whether it has not used up the quantum of a promotion.
-        home: Level and used seconds to restore after that quantum; None to be demoted.
-        granted: Level of the quantum that it may use.
-    """
-
-    prefill: int
+    prefill: int  # tokens that it had to compute when it arrived
     level: int
-    granted: int
-    key: tuple[int, int]
+    granted: int  # level of the quantum that it may use
+    key: tuple[int, int]  # position in its queue, unique in it
     used: float
     last: float
-    is_promoted: bool = False
-    home: tuple[int, float] | None = None
+    is_promoted: bool = False  # it has not used up the quantum of a promotion
+    home: tuple[int, float] | None = None  # level and used seconds to restore after that; None to be demoted
 
 
 class _Queue:
@@ -110,17 +100,17 @@ class SkipJoinMlfq(Callbacks):
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
     its prefill, and is demoted when its quantum is used up by the profiled time of its own slices. Below the first
-    queue, half of a decode's time counts in proportion to the request's context, unless slots are short: a request
-    with twice the KV leaves memory to half as many others. Within a queue the order is FIFO. After `starvation_s`
-    seconds without running, a request is promoted to the first queue, with the time to recompute lost KV for free.
+    queue, half of a decode's time counts in proportion to the request's context, unless slots are short: a request with
+    twice the KV leaves memory to half as many others. Within a queue the order is FIFO. After `starvation_s` seconds
+    without running, a request is promoted to the first queue, with the time to recompute lost KV for free.
 
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
         promotion_share: Maximum share of time for promoted requests where many wait. Infinity bounds waiting, but
             leaves time for little else at overload.
-        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, except in the first
-            queue, so that none starves.
+        shortest_prefill: Whether requests are ordered by the tokens of their prefill, except in the first queue, so
+            that none starves.
         skip_join: Whether requests skip queues; False is plain MLFQ.
         slots: Number of requests up to which memory alone limits the batch.
     """
@@ -324,7 +314,6 @@ class SkipJoinMlfq(Callbacks):
         self._next_promotion = now + seconds / self._share
 
     def _promotion_seconds(self, request: Request, job: _Job) -> float:
-        """Return the time that promoting a request takes from others."""
         # Recomputation takes steps of its own. Tokens after the next one share their steps with a batch. A request
         # without KV is expected to find what is cached.
         progress = request.progress
@@ -334,7 +323,6 @@ class SkipJoinMlfq(Callbacks):
         return again + beside
 
     def _pace(self, now: float) -> float:
-        """Return the share of the time that promotions may take."""
         if self._promotion_share == math.inf:
             return math.inf
         since, demand_s = now - _WAITING_SHARE * self._starvation_s, 0.0

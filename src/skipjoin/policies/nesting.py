@@ -24,12 +24,11 @@ class ParentRequests:
         self._holders, self._available = -1, 0
 
     def begin(self, kv: KVAccounts) -> None:
-        """Start a step. Blocks of finished requests may have become free since the last one."""
         if self._holders != len(kv.holders()):
             self.changed()
 
     def changed(self) -> None:
-        """Note that a request reserves, lost or left KV, so that some may have more unused blocks."""
+        """Note that some requests may have more unused blocks."""
         self._holders = -1
 
     def need(self, blocks: int, steps: int, kv: KVAccounts) -> int:
@@ -101,5 +100,4 @@ def unused(owner: Request | Account, kv: KVAccounts) -> int:
 
 
 def parent_of(request: Request, kv: KVAccounts) -> Owner:
-    """Return whose reservation holds that of `request`, or None."""
     return kv.reservations.parent_of(request) if kv.reservations is not None else None

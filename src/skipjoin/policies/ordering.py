@@ -18,8 +18,6 @@ BEST_EFFORT_WAIT_S = 60.0
 
 
 class FixedKey(Ranked):
-    """Ordering by a constant, comparable key, smallest first, with ties by arrival."""
-
     is_decode_invariant = True
 
     def __init__(self, key: Callable[[Request], Any]) -> None:

@@ -42,8 +42,8 @@ class Packing:
 
     That request joins unconditionally, others by urgency within the limit. Best-effort requests follow while slots and
     time remain, within the limit of `patience`; otherwise each may replace the least urgent real-time request if that
-    can wait. A step has up to `cap` best-effort requests, which doubles with each step that has time for all real-time
-    requests, and resets to `base` otherwise. The paper caps both classes.
+    can wait. A step has up to `cap` requests with best-effort ones, which doubles with each step that has time for all
+    real-time requests, and resets to `base` otherwise. The paper caps both classes.
     """
 
     def __init__(
@@ -141,14 +141,8 @@ def _load_of(candidates: Sequence[Candidate], context: StepContext) -> StepLoad:
 
 
 class Pack(CountingBuilder):
-    """Batch of chosen requests.
-
-    Attributes:
-        chosen: Tokens of the requests that it was built with.
-    """
-
     def __init__(self, rules: Packing, context: StepContext, limit: float) -> None:
-        self.chosen: dict[Request, int] = {}
+        self.chosen: dict[Request, int] = {}  # tokens of the requests that it was built with
         self._left = 0  # chosen requests that were not taken
         self._rules = rules
         self._real_time_requests = rules.next_tokens.requests

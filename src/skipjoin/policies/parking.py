@@ -14,8 +14,8 @@ from skipjoin.policies.nesting import parent_of
 class Park(Vacate):
     """`Vacate` that also swaps out decodes which wait in the prompts' share, last ones first, for a prompt.
 
-    Otherwise prompts that do not fit beside them would wait for their first token as long as decodes wait for KV.
-    The moves are overlapped, so they may take longer than recomputation would.
+    Otherwise prompts that do not fit would wait for their first token as long as decodes wait for KV. The moves are
+    overlapped, so they may take longer than recomputation would.
     """
 
     is_decode_invariant = True

@@ -121,8 +121,7 @@ class ProactiveSwap(Swap):
         """Return whether the request may be swapped out with an overlapped move.
 
         The move may be slower than recomputation. If only KV that is slow to recompute moved, short requests would stay
-        on the device while older ones wait behind the limited pace of drops. A request whose KV was just swapped in
-        first generates a token.
+        on the device while older ones wait behind the limited pace of drops.
         """
         progress = request.progress
         return progress.known - progress.computed <= 1 and not progress.is_newly_resident
@@ -144,7 +143,6 @@ class ProactiveSwap(Swap):
         return max(1, int(_GROWTH_SHARE * kv.device_total)) + self._expected(kv, now)
 
     def _expected(self, kv: KVAccounts, now: float) -> int:
-        """Return the blocks kept free for requests that may arrive within the next steps."""
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         return min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
 
@@ -164,8 +162,8 @@ class ProactiveSwap(Swap):
 class DisplacingSwap(ProactiveSwap):
     """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full.
 
-    It moves no KV ahead that a step of its own would compute sooner, since the blocks are of no use while they move.
-    It keeps few blocks free for expected arrivals, since its ordering does not let all of them take KV from others, and
+    It moves no KV ahead that a step of its own would compute sooner, since the blocks are of no use while they move. It
+    keeps few blocks free for expected arrivals, since its ordering does not let all of them take KV from others, and
     none where KV is sooner computed than moved.
     """
 

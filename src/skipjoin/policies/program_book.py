@@ -153,32 +153,22 @@ class PlainIndex:
 
 
 class Program:
-    """What is known of a program.
-
-    Attributes:
-        arrival: Of its first call.
-        live: Number of unfinished calls.
-        reached: Tokens of its longest call, up to which tokens of a prompt are not new.
-        waited_s: Time that its earlier calls waited for their first step.
-        idle_since: End of its latest call.
-    """
-
     __slots__ = ("arrival", "attained", "calls", "finished", "idle_since", "live", "reached", "waited_s")
 
     def __init__(self, arrival: float) -> None:
-        self.arrival = arrival
-        self.attained = self.waited_s = 0.0
-        self.calls = self.live = self.reached = 0
-        self.idle_since = arrival
+        self.arrival = arrival  # of its first call
+        self.attained = 0.0
+        self.waited_s = 0.0  # time that its calls waited for their first step
+        self.calls = self.live = 0  # number of its calls, and of unfinished ones
+        self.reached = 0  # tokens of its longest call, up to which tokens of a prompt are not new
+        self.idle_since = arrival  # end of its latest call
         self.finished = False
 
 
 @dataclass(slots=True)
 class _Call:
-    """Live call, of whose prompt `counted` tokens are no new service."""
-
     program: Program
-    counted: int
+    counted: int  # tokens of its prompt that are no new service
 
 
 class _Habits:
@@ -197,15 +187,11 @@ class ProgramBook:
     Idle programs are forgotten after `FORGET_S`, or the longest idle ones of the owner that has most, when there are
     more than `MAX_IDLE`. So no owner makes the server forget programs of others, or judge them by its own: what is
     learned of programs is learned by owner, of the latest `MAX_OWNERS`.
-
-    Attributes:
-        plain: Index of requests without a program, of all owners.
-        revision: Changes with each change of an index.
     """
 
     def __init__(self) -> None:
-        self.plain = PlainIndex()
-        self.revision = 0
+        self.plain = PlainIndex()  # of all owners
+        self.revision = 0  # changes with each change of an index
         self._habits: OrderedDict[str, _Habits] = OrderedDict()  # by owner, the latest last
         self._programs: dict[ProgramId, Program] = {}
         self._calls: dict[Request, _Call] = {}  # live ones
@@ -221,7 +207,6 @@ class ProgramBook:
         return bool(self._programs)
 
     def of(self, request: Request) -> Program | None:
-        """Return the program of a live call."""
         call = self._calls.get(request)
         return None if call is None else call.program
 
@@ -265,7 +250,6 @@ class ProgramBook:
             program.waited_s += now - request.arrival
 
     def finished(self, request: Request, now: float) -> None:
-        """Remove a call that has finished."""
         name, call = request.options.program, self._calls.pop(request, None)
         if name is None or call is None:
             return
@@ -283,7 +267,6 @@ class ProgramBook:
             self._forget(next(iter(self._idle[most])))
 
     def value(self, request: Request) -> float:
-        """Return the index of the request's program, or of requests without one."""
         name = request.options.program
         if name is None:
             return self.plain.value
@@ -294,7 +277,6 @@ class ProgramBook:
         return self._habits_of(owner).index
 
     def note_plain(self, work: float) -> None:
-        """Note the service of a request without a program."""
         self.revision += self.plain.note(work)
 
     def returns_until(self, name: ProgramId, now: float) -> float:

@@ -1,5 +1,3 @@
-"""Retention of the KV of programs while they call tools."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -17,7 +15,7 @@ _MAX_HELD = 256
 
 
 class ProgramLeases(Callbacks):
-    """Retention of the KV of idle programs, around the admission policy `inner`.
+    """Retention of the KV of programs while they call tools, around the admission policy `inner`.
 
     Nearly all pauses of the owner's programs are shorter than a lease. In its first part, no call is admitted to the
     blocks that does not precede the program. It lasts as long as the program's return is worth idle blocks, by the

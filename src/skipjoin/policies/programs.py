@@ -1,5 +1,3 @@
-"""Order of programs of many calls that are scheduled as one, such as the runs of agents."""
-
 from __future__ import annotations
 
 import math
@@ -20,13 +18,9 @@ from skipjoin.policies.routed import Routed
 
 
 class _Place(NamedTuple):
-    """Place of requests: a level of an owner's programs, or one of `_LATE` and `_PLAIN`.
+    """Place of requests: a level of an owner's programs, or one of `_LATE` and `_PLAIN`."""
 
-    Attributes:
-        number: Twice the level, and one more for calls that do not find their KV.
-    """
-
-    number: int
+    number: int  # twice the level, and one more for calls that do not find their KV
     owner: str
 
 
@@ -42,14 +36,13 @@ def _place_of(program: Program, owner: str, request: Request) -> _Place:
 
 
 class ByProgram(Routed):
-    """Ordering of programs by the learned index of their attained service, and of their calls by other orderings.
+    """Ordering of programs of many calls by the learned index of their service, and of their calls by other orderings.
 
     A call has the level of its program's service when it arrives. Without other knowledge, the programs with the least
     service come first. If an owner's programs are about equally long, those that are nearly done do. Requests without a
     program have a place among levels by the service of others like them, and an ordering of their own.
 
-    Calls of a program that has waited for `overtaking_s` in total precede all others, by the arrival of the program, as
-    do requests without one that have.
+    Programs and plain requests that have waited for `overtaking_s` in total precede all others, by their arrival.
     """
 
     def __init__(self, make: Callable[[], Ordering], book: ProgramBook, *, overtaking_s: float) -> None:

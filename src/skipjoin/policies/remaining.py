@@ -13,8 +13,8 @@ class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
     A request that outgrows its predicted length is predicted to get twice as long, repeatedly. Every `aging_s` seconds
-    since its arrival count like e times less remaining work. As all requests age alike, the key does not change while
-    the request waits. Work counts in decode steps, so that keys are the same on a machine of another speed.
+    since its arrival count like e times less remaining work. As all requests age alike, a waiting request keeps its
+    key. Work counts in decode steps, so that keys are the same on a machine of another speed.
     """
 
     def __init__(self, time: ExecutionTime, lengths: Callable[[Request], float], *, aging_s: float = math.inf) -> None:

@@ -48,7 +48,7 @@ class _Loads:
 
 
 class EvenStages(BatcherWrapper):
-    """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
+    """Gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
     A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
     divided by the number of stages. A request is skipped at most `stages` - 1 times in a row.

@@ -32,7 +32,7 @@ def starvation_after(cost: CostModel, slo_s: float | None = None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Worst-case load of an engine, with `stages` plans in flight. `cpu_blocks` is 0 where KV is never swapped."""
+    """Worst-case load of an engine, with `stages` plans in flight."""
 
     cost: CostModel
     requests: int
@@ -40,7 +40,7 @@ class WorstCase:
     max_seqs: int
     max_tokens: int
     device_blocks: int
-    cpu_blocks: int
+    cpu_blocks: int  # 0 where KV is never swapped
     block_size: int
     depth: int
     moves_overlapped: bool

@@ -60,40 +60,31 @@ def nearest(got: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Metadata of a setting besides its name, type and default.
-
-    Attributes:
-        above: Exclusive lower bound.
-        choices: Allowed values; may grow, as a registry does.
-        flags, metavar: Empty or None derives one from the name.
-        separator: Separator of several values in one text; empty if only repeating the flag gives several.
-        is_common: Whether `--help` shows it. `--help-all` shows every option.
-        is_internal: No command has it as an option.
-    """
+    """Metadata of a setting besides its name, type and default."""
 
     help: str
     _: dataclasses.KW_ONLY
     low: float | None = None
-    above: float | None = None
+    above: float | None = None  # exclusive lower bound
     high: float | None = None
-    choices: Collection[str] = ()
-    flags: tuple[str, ...] = ()
-    metavar: str | None = None
+    choices: Collection[str] = ()  # allowed values; may grow, as a registry does
+    flags: tuple[str, ...] = ()  # empty derives one from the name
+    metavar: str | None = None  # None derives it from the name
     group: str | None = None
     envvar: str | None = None
     is_positional: bool = False
-    separator: str = ""
-    is_common: bool = False
-    is_internal: bool = False
+    separator: str = ""  # of several values in one text; empty if only repeating the flag gives several
+    is_common: bool = False  # shown by `--help`, not only by `--help-all`
+    is_internal: bool = False  # no command has it as an option
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Dataclass field with an `Option`. `words` are literal strings allowed besides `kind`."""
+    """Dataclass field with an `Option`."""
 
     name: str
     kind: Any
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # literal strings allowed besides `kind`
     is_optional: bool
     default: Any
     option: Option

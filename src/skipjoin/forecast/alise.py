@@ -14,14 +14,11 @@ from skipjoin.forecast.prior import Prior
 
 
 class Tuning(NamedTuple):
-    """What the paper leaves open: the number k of neighbors, and the similarity s0 from which one counts.
+    """What the paper leaves open."""
 
-    Where there are any, they have this `share` in the log length, and the perceptron has the rest.
-    """
-
-    neighbors: int
-    threshold: float
-    share: float
+    neighbors: int  # the number k
+    threshold: float  # the similarity s0 from which a neighbor counts
+    share: float  # of neighbors in the log length, if there are any; the perceptron has the rest
 
 
 # Without training. On a trace, `skipjoin predict train` chooses its own.
@@ -34,8 +31,7 @@ class Alise:
     """Weighted mean length of the k most similar prompts that are similar enough, else the perceptron's estimate.
 
     After training, both are blended, which orders requests better than either alone. Weights are normalized, unlike in
-    Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration widens it. The index learns exact
-    lengths only.
+    Algorithm 1, whose sum grows with k. The distribution is lognormal, which calibration widens.
     """
 
     name = "alise"

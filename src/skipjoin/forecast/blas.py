@@ -12,7 +12,6 @@ _THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def _load_numpy() -> None:
-    """Import numpy with the variable set only meanwhile, so that child processes do not inherit it."""
     is_given = _THREADS in os.environ
     os.environ.setdefault(_THREADS, "1")
     try:

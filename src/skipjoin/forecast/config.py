@@ -78,7 +78,6 @@ def _started(forecaster: Forecaster, trained: Trained | None) -> Forecaster:
 
 
 def _words_of(text_of: TextOf | None) -> Read:
-    """Return a reader of a prompt's words, as in training, so that the state fits any tokenizer."""
     if text_of is None:
         raise ConfigError("forecast_state needs the texts of prompts, and here are their tokens only")
     return lambda prompt: words(text_of(prompt))

@@ -97,7 +97,6 @@ def projection(width: int, most: int = _MAX_WIDTH) -> Array:
 
 
 def _numbers(source: Any, kind: str, rows: int, width: int, file: Path) -> Array:
-    """Read rows as float32. numpy has no bfloat16, which is the upper half of a float32."""
     if kind == "BF16":
         halves = np.frombuffer(source.read(rows * width * 2), "<u2").astype(np.uint32)
         return (halves << np.uint32(16)).view(np.float32).reshape(rows, width)

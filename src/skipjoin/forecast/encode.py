@@ -29,11 +29,11 @@ def words(text: str) -> list[int]:
 
 
 class Hashed(NamedTuple):
-    """Sparse features, of which the first `hashes` stand for tokens; `ids` are below `FEATURES`."""
+    """Sparse features of a prompt."""
 
-    ids: Array
+    ids: Array  # below `FEATURES`
     weights: Array
-    hashes: int
+    hashes: int  # number of the first features, which stand for tokens
 
 
 def hashed(prompt: Sequence[int]) -> Hashed:
@@ -75,11 +75,11 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Encoder of prompts, with its `name` in stored states. Encoding up to `batch` of them together is cheaper."""
+    """Encoder of prompts."""
 
-    name: str
+    name: str  # in stored states
     width: int
-    batch: int
+    batch: int  # number of prompts up to which encoding them together is cheaper
 
     def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
         """Return (prompts, width) float32 vectors of norm 1 or 0."""

@@ -94,10 +94,8 @@ class Sample(NamedTuple):
 class Figures:
     """Accuracy of forecasts, of ALISE's table 2 and more. Fields are None where they do not apply.
 
-    Attributes:
-        r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
-        pairwise: Share of correctly ordered pairs; ties count half.
-        coverage_by_prompt: By quartile of prompt length, shortest first.
+    Pearson correlations `r` are 0 if all forecasts are equal. Ties count half in `pairwise`, the share of ordered
+    pairs.
     """
 
     name: str
@@ -108,7 +106,7 @@ class Figures:
     accuracy: float
     pairwise: float
     coverage: float | None = None
-    coverage_by_prompt: tuple[float, ...] | None = None
+    coverage_by_prompt: tuple[float, ...] | None = None  # by quartile of prompt length, shortest first
     milliseconds: float | None = None
 
 
@@ -240,7 +238,6 @@ class Pairs:
         self._signs = np.sign(true[self._left].astype(np.float64) - true[self._right])
 
     def in_order(self, expected: Array) -> float:
-        """Return the share of pairs that the forecasts put in order; ties count half."""
         if not len(self._signs):
             return 0.5
         signs = np.sign(expected[self._left] - expected[self._right]) * self._signs

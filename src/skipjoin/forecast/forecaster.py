@@ -20,10 +20,10 @@ LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """Forecast, with what `Forecaster.learn` needs later. `interval` bounds 80 %, capped at max_tokens."""
+    """Forecast, with what `Forecaster.learn` needs later."""
 
     forecast: Forecast
-    interval: tuple[float, float]
+    interval: tuple[float, float]  # bounds 80 %, capped at max_tokens
     most: int
     prompt: Prompt
     guess: Guess
@@ -105,7 +105,7 @@ class Forecaster:
                 self._prior.learn(end, exact)
 
     def count(self, lengths: Iterable[int]) -> None:
-        """Learn the distribution of lengths of outputs that were not predicted and ended by themselves."""
+        """Learn lengths of outputs that were not predicted and ended by themselves."""
         with self._lock, self._brief_lock:
             for tokens in lengths:
                 self._prior.learn(length_bin(tokens), True)

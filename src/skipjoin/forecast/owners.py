@@ -21,7 +21,7 @@ class OwnerForecasters:
     """One forecaster per owner, learned only from that owner's requests.
 
     A new forecaster starts from a distribution shared with owners in memory. One owner changes it by at most 1/2 in
-    total variation, and by at most 1/(m + 2) besides `m` owners with many requests.
+    total variation, and by at most 1/(m + 2) if `m` other owners have many requests.
     """
 
     def __init__(self, make: Callable[[str, Array], Forecaster], folder: Path | None = None) -> None:

@@ -115,7 +115,6 @@ def described_field(folder: Path, field: str) -> str | None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Return whether a dead writer left the file; a recent one may be in use."""
     return file.name != STATE and time.time() - file.stat().st_mtime > _ORPHAN_S
 
 

@@ -35,36 +35,26 @@ _MOST = 1 << 20
 
 
 class Choice(NamedTuple):
-    """What orders most held-out pairs: epochs of the decoder, k, s0 and the share of retrieval in the log length.
+    """What orders most held-out pairs. Figures are of the rows that chose."""
 
-    Similar prompts are found for the share `retrieved`; `order` is the share of pairs in order, and `error` the mean
-    absolute error of log lengths, both on the rows that chose.
-    """
-
-    epochs: int
-    neighbors: int
-    threshold: float
-    share: float
-    retrieved: float
-    order: float
-    error: float
+    epochs: int  # of the decoder
+    neighbors: int  # k
+    threshold: float  # s0
+    share: float  # of retrieval in the log length
+    retrieved: float  # share of rows for which similar prompts are found
+    order: float  # share of pairs in order
+    error: float  # mean absolute error of log lengths
 
 
 @dataclass(frozen=True)
 class Training:
-    """Result of training.
-
-    Attributes:
-        order: Share of held-out pairs that the forecasts put in order. Each half is ordered by what the other chose.
-        prior_order: The same of the forecasts without the prompt, which learned the same rows.
-        chosen: What all held-out rows chose, for `alise`.
-    """
+    """Result of training."""
 
     rows: int
     held_out: int
-    order: float
-    prior_order: float
-    chosen: Choice | None = None
+    order: float  # share of held-out pairs in order, each half by what the other chose
+    prior_order: float  # the same of forecasts without the prompt, which learned the same rows
+    chosen: Choice | None = None  # what all held-out rows chose, for `alise`
 
 
 class _Rows(NamedTuple):

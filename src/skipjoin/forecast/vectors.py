@@ -14,8 +14,6 @@ EXACT_ENTRIES = 10_000
 
 
 class Vectors(Protocol):
-    """Store of unit vectors, each at an integer index."""
-
     def put(self, index: int, vector: Array) -> None: ...
 
     def drop(self, index: int) -> None: ...
@@ -88,8 +86,6 @@ class ExactVectors:
 
 
 class GraphVectors:
-    """Approximate nearest-neighbor graph (HNSW) of usearch."""
-
     def __init__(self, width: int) -> None:
         self._width = width
         self._graph = _graph(width)

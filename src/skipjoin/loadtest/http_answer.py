@@ -23,19 +23,14 @@ def failure(kind: str, detail: object) -> Failure:
 
 
 class Piece(NamedTuple):
-    """What an event of a stream adds to the answer.
+    """What an event of a stream adds to the answer."""
 
-    Attributes:
-        text: Text of a token, which may be empty; None for an event without a token.
-        is_end: Whether the event ends a complete stream.
-    """
-
-    text: str | None = None
+    text: str | None = None  # of a token, perhaps empty; None for an event without a token
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     error: Any = None
-    is_end: bool = False
+    is_end: bool = False  # the event ends a complete stream
 
 
 class _Delta(msgspec.Struct, gc=False):

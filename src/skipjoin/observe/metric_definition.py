@@ -10,26 +10,16 @@ CLASSES = (ServiceClass.REAL_TIME.value, ServiceClass.BEST_EFFORT.value)
 
 
 class Metric(NamedTuple):
-    """Definition of one metric.
-
-    Attributes:
-        buckets: Ascending upper bounds of a histogram.
-        in_vllm: vLLM has a metric of this name and meaning.
-        vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
-        is_share: Engines are aggregated by mean instead of sum.
-        by_class: There is an additional label `class`, without which vLLM has the sum.
-    """
-
     name: str
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     label: str = ""
     values: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-    in_vllm: bool = False
-    vllm_sum: tuple[str, ...] = ()
-    is_share: bool = False
-    by_class: bool = False
+    buckets: tuple[float, ...] = ()  # ascending upper bounds of a histogram
+    in_vllm: bool = False  # vLLM has a metric of this name and meaning
+    vllm_sum: tuple[str, ...] = ()  # label values whose sum is vLLM's metric, which has no such label
+    is_share: bool = False  # engines are aggregated by mean instead of sum
+    by_class: bool = False  # there is an additional label `class`, without which vLLM has the sum
 
     @property
     def width(self) -> int:

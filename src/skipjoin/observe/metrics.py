@@ -148,7 +148,6 @@ class EngineMetrics:
             gaps.clear()
 
     def measured(self, figures: Mapping[str, Sequence[float]]) -> None:
-        """Set figures that no event reports."""
         for name, values in figures.items():
             self._rows[name][:] = values
 

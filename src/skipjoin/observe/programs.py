@@ -10,19 +10,15 @@ from skipjoin.core.step import Slice
 
 @dataclass(slots=True)
 class ProgramFacts:
-    """Observations of one program. Of its `calls`, `live` have not finished; `calls_s` sums their times to the end.
-
-    `reached` are the tokens of its longest call, whose KV the next one could find, and `recomputed` those computed
-    again, because their KV was lost.
-    """
+    """Observations of one program."""
 
     arrival: float
     ended: float
-    calls: int = 0
+    calls: int = 0  # of which `live` have not finished
     live: int = 0
-    calls_s: float = 0.0
-    reached: int = 0
-    recomputed: int = 0
+    calls_s: float = 0.0  # sum of the calls' times to the end
+    reached: int = 0  # tokens of its longest call, whose KV the next one could find
+    recomputed: int = 0  # tokens computed again, because their KV was lost
 
     @property
     def completion_s(self) -> float:

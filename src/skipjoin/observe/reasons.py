@@ -32,8 +32,6 @@ class EngineLimits(Protocol):
 
 
 class OptionNames(NamedTuple):
-    """Options that remedies name."""
-
     recipe: str = "--recipe"
     params: str = "--set"
     kv: str = "--kv-cache-gib"

@@ -23,15 +23,12 @@ _NEAR_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives of real-time requests in seconds. A request's own target wins.
-
-    `jct_scale` sets a JCT target per request: this multiple of its output's time at light load (EconoServe section 4).
-    """
+    """Latency objectives of real-time requests in seconds. A request's own target wins."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     jct_s: float | None = None
-    jct_scale: float | None = None
+    jct_scale: float | None = None  # multiple of an output's time at light load, as JCT target (EconoServe section 4)
 
 
 NO_SLO = Slo()

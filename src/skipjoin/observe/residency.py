@@ -46,22 +46,16 @@ class Residency:
     """Where the requests of an engine and their KV are, and how often and how much that changed.
 
     Moves count when they have completed, so those that fail count nowhere.
-
-    Attributes:
-        cpu_blocks: Blocks on the CPU tier of live requests that do not run.
-        preemptions: By kind, of real-time and of best-effort requests.
-        swapped_bytes: By direction, of blocking and of overlapped moves.
-        wasted_bytes: Swapped in for requests that computed no token before they lost KV again.
     """
 
     def __init__(self, *, block_size: int = 1, block_bytes: int = 0) -> None:
         self._block_size, self._block_bytes = block_size, block_bytes
         self.live: set[Request] = set()
         self.running: set[Request] = set()
-        self.cpu_blocks: dict[Request, int] = {}
-        self.preemptions = tuple(dict.fromkeys(Preemption, 0) for _ in range(2))
-        self.swapped_bytes = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
-        self.wasted_bytes = 0
+        self.cpu_blocks: dict[Request, int] = {}  # blocks on the CPU tier of live requests that do not run
+        self.preemptions = tuple(dict.fromkeys(Preemption, 0) for _ in range(2))  # real-time, best-effort
+        self.swapped_bytes = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}  # of blocking and of overlapped moves
+        self.wasted_bytes = 0  # swapped in for requests that computed no token before they lost KV again
         self._unused: dict[Request, int] = {}  # bytes swapped in since its latest token
         self.prefixes = PrefixUse()
         self._blocking: Sequence[Move] = ()  # of the step whose moves complete

@@ -15,24 +15,18 @@ _MAX_SUMMARIES = 512
 
 @dataclass(slots=True)
 class StepSummary:
-    """Steps that ended within `RESOLUTION_S`, which waited `moving_s` of `busy_s` for moves.
-
-    Attributes:
-        requests: Number of requests of the last step.
-        prefill: Prompt tokens computed, including recomputed ones.
-        blocks_in: KV blocks that arrived on the device, as `blocks_out` did on the CPU tier.
-    """
+    """Steps that ended within `RESOLUTION_S`."""
 
     begin: float
     end: float
     steps: int = 0
     busy_s: float = 0.0
-    requests: int = 0
-    prefill: int = 0
+    requests: int = 0  # of the last step
+    prefill: int = 0  # prompt tokens computed, including recomputed ones
     decodes: int = 0
-    blocks_in: int = 0
-    blocks_out: int = 0
-    moving_s: float = 0.0
+    blocks_in: int = 0  # KV blocks that arrived on the device
+    blocks_out: int = 0  # and on the CPU tier
+    moving_s: float = 0.0  # part of `busy_s` for which steps waited for moves
     preemptions: int = 0
 
 

@@ -95,13 +95,11 @@ class _Flight(NamedTuple):
 
 
 class Timeline:
-    """Trace writer of one engine, driven by core events.
+    """Trace writer of one engine, driven by core events. Methods that write to the file raise OSError on failure.
 
     There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
     phase, in the lowest free slot; `left` says why it ended. With pipeline stages, each stage has a lane with its part
     of every step and with bubbles, drawn as early as its lane, the decision and the next stage allow.
-
-    Methods that write to the file raise OSError on failure; `close` leaves it open.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -77,8 +77,7 @@ class Point(NamedTuple):
 class EngineUsage:
     """Statistics of steps, batches, preemptions and KV.
 
-    Used KV is what computed tokens fill, counted once per sharing request. Allocated KV is what requests hold or have
-    reserved.
+    Used KV is what computed tokens fill, counted once per sharing request. Allocated KV is held or reserved.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int, start: float = 0.0) -> None:

@@ -30,17 +30,14 @@ class Moment(NamedTuple):
 
 
 class WaitTimes:
-    """Seconds by reason of one request, and its current wait.
-
-    `freed` is when it became eligible; None while it waits in the tail (`mark` is set) or for its own reason.
-    """
+    """Seconds by reason of one request, and its current wait."""
 
     __slots__ = ("freed", "mark", "reason", "seconds", "since")
 
     def __init__(self) -> None:
         self.seconds: MutableSequence[float] = [0.0] * len(REASONS)
-        self.freed: Moment | None = None
-        self.mark: Mark | None = None
+        self.freed: Moment | None = None  # when it became eligible; None while it waits
+        self.mark: Mark | None = None  # set in the tail
         self.reason = _NOT_EXAMINED
         self.since = 0.0
 

@@ -22,7 +22,7 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveParams(Params):
-    """Bounds on what later requests may take from earlier ones. Everything else is learned."""
+    """Bounds on what later requests may take from earlier ones."""
 
     overtaking_s: Annotated[
         float,

@@ -143,8 +143,8 @@ def decoupled(
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
-    With `groups`, decodes that are equal in `order` start together. `index` offers prompts by their needs. With
-    `parks`, decodes that wait are swapped out for prompts.
+    With `groups`, decodes that are equal in `order` start together. With `parks`, those that wait are swapped out for
+    prompts. `index` offers prompts by their needs.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:

@@ -17,8 +17,6 @@ from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueParams(Params):
-    """Parameters of feedback queues (FastServe section 4.1)."""
-
     starvation_s: Annotated[
         float | None,
         Option(

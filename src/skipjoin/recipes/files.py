@@ -15,10 +15,10 @@ _SUFFIX = ".py"
 
 
 class RecipeFile(NamedTuple):
-    """Parts of a name such as `./my_policy.py:edf`; `recipe` is empty if the name has none."""
+    """Parts of a name such as `./my_policy.py:edf`."""
 
     path: Path
-    recipe: str
+    recipe: str  # empty if the name has none
 
 
 def parse(name: str) -> RecipeFile | None:

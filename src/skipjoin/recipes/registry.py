@@ -28,9 +28,7 @@ class Forecasts(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Capacity limits of an engine; None `requests` is unlimited."""
-
-    requests: int | None
+    requests: int | None  # None is unlimited
     max_len: int
     device_blocks: int
     cpu_blocks: int
@@ -40,26 +38,17 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Input of every recipe.
-
-    Attributes:
-        max_seqs, max_tokens: Limits of a step.
-        slo_s: Acceptable seconds per output token; None derives parameters from step times.
-        best_effort_wait_s: Age from which a best-effort request is served as real-time.
-        fair_output_weight: Weight of a generated token relative to a prompt token; None disables fairness between
-            clients.
-        stages: Pipeline stages, with as many plans in flight and without overlap.
-    """
+    """Input of every recipe. `max_seqs` and `max_tokens` limit a step."""
 
     cost: CostModel
     max_seqs: int = 256
     max_tokens: int = 2048
     _: KW_ONLY
-    slo_s: float | None = None
-    best_effort_wait_s: float = BEST_EFFORT_WAIT_S
-    fair_output_weight: float | None = None
+    slo_s: float | None = None  # acceptable seconds per output token; None derives parameters from step times
+    best_effort_wait_s: float = BEST_EFFORT_WAIT_S  # age from which a best-effort request is served as real-time
+    fair_output_weight: float | None = None  # of a generated token relative to a prompt token; None disables fairness
     has_true_forecasts: bool = False
-    stages: int = 1
+    stages: int = 1  # pipeline stages, with as many plans in flight and without overlap
     limits: EngineLimits | None = None
 
 
@@ -75,24 +64,20 @@ class Params:
         return self
 
     def notice(self, s: Settings) -> str:
-        """Return a message for the operator about resolved parameters when the engine is ready; empty for none."""
+        """Return a message for the operator when the engine is ready; empty for none."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Scheduler that users choose by name.
-
-    Attributes:
-        fixed: Parameters given in the name, as in `fastserve[eviction=recompute]`.
-    """
+    """Scheduler that users choose by name."""
 
     name: str
     summary: str
     params: type[Params]
     function: Callable[..., Policies]
     forecasts: Forecasts = Forecasts.NONE
-    fixed: Mapping[str, Value] = field(default_factory=dict)
+    fixed: Mapping[str, Value] = field(default_factory=dict)  # given in the name, as in `fastserve[eviction=recompute]`
 
     @property
     def parameters(self) -> Mapping[str, Setting]:
@@ -152,7 +137,7 @@ def recipe(make: _Make | None = None, *, forecasts: Forecasts = Forecasts.NONE) 
 
 
 def _second_argument(make: Callable[..., Policies]) -> str:
-    """Return the name of the argument of parameters, which needs an annotation; empty without one."""
+    """Return the name of the argument of parameters; empty without one."""
     names = list(signature(make).parameters)
     if not 1 <= len(names) <= 2:
         raise TypeError(f"a recipe has one or two arguments, Settings and its parameters, not {len(names)}")
@@ -220,7 +205,6 @@ def _installed(name: str) -> Recipe:
 
 
 def listed() -> dict[str, Recipe]:
-    """Return all recipes, built in or of installed packages, by name."""
     return {**RECIPES, **{name: _installed(name) for name in packages.installed()}}
 
 

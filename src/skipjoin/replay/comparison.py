@@ -36,17 +36,12 @@ class Limits:
 
 
 class Comparison(NamedTuple):
-    """Outcomes of one load: measured, simulated as the server is, and simulated in other ways.
-
-    Attributes:
-        errors: Relative error of each figure of the second outcome to the first.
-        between_steps_s, around_s: Measured times between steps and outside the engine, which simulated times contain.
-    """
+    """Outcomes of one load: measured, simulated as the server is, and simulated in other ways."""
 
     outcomes: list[Outcome]
-    errors: dict[str, float]
-    between_steps_s: float
-    around_s: float
+    errors: dict[str, float]  # relative error of each figure of the second outcome to the first
+    between_steps_s: float  # measured time, which simulated times contain, as the next one
+    around_s: float  # measured outside the engine
 
     @property
     def is_far(self) -> bool:

@@ -99,7 +99,7 @@ def simulated(
     around_s: Sequence[float],
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """Return the times of a simulated run, with `around_s` added, the time of each request outside the engine.
+    """Return the times of a simulated run, with `around_s`, the time of each request outside the engine.
 
     Raises:
         ConfigError: No request fits.

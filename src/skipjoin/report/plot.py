@@ -22,15 +22,8 @@ SUFFIXES: tuple[str, ...] = (".png", ".svg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Options of a plot.
-
-    Attributes:
-        metric: Field of a "latency" plot. None uses the bound's, or else the mean normalized latency.
-        bound: Drawn in plots of its field, with each system's maximum rate.
-    """
-
-    metric: str | None = None
-    bound: Bound | None = None
+    metric: str | None = None  # field of a "latency" plot; None uses the bound's, or else the mean normalized latency
+    bound: Bound | None = None  # drawn in plots of its field, with each system's maximum rate
     rate_rps: float | None = None
 
     def shown(self) -> str:
@@ -67,9 +60,8 @@ def default_kind(records: Sequence[Record], view: View) -> str:
 def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, warn: Warn) -> list[Path]:
     """Draw one kind of plot, or "all" that the records allow, and return the paths written.
 
-    Args:
-        out: File, or prefix of files for "all". Without .png or .svg, both are written. In an existing folder, files
-            are named after their kind.
+    Without .png or .svg, `out` stands for both. For "all" it is a prefix. In an existing folder, files are named by
+    kind.
     """
     if kind != "all":
         paths = _paths(out, kind, prefix=False)

@@ -37,8 +37,7 @@ _PERCENTILES = 101
 class ResultsFile:
     """Result records as a JSON array that is complete and readable after every `append`.
 
-    Args:
-        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it.
+    An `existing` file is refused, replaced at the first append, or extended.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:

@@ -12,15 +12,11 @@ from skipjoin.sim.driver import Arrivals
 
 @dataclass(eq=False, slots=True)
 class ClosedStream:
-    """Closed-loop stream with at most `size` requests in flight, starting at 0.
-
-    Attributes:
-        together: Submit the next `size` requests once all earlier ones have finished (BROS section 7.1).
-    """
+    """Closed-loop stream with at most `size` requests in flight, starting at 0."""
 
     size: int
     submit: Callable[[float], Request]
-    together: bool
+    together: bool  # submit the next `size` requests once all earlier ones have finished (BROS section 7.1)
     until: float = math.inf
     in_flight: int = field(default=0, init=False)
 

@@ -22,22 +22,16 @@ _ALL_REDUCE_LATENCY_S = 8e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """GPU data sheet, with bandwidths in one direction; `Efficiency` holds the shares reached in practice.
-
-    Attributes:
-        flops_per_s: Dense half-precision matrix operations with float32 accumulation.
-        peer_bytes_per_s: Total bandwidth to the other GPUs of the server.
-        peer_latency_s: Latency of a small all-reduce, per doubling of the group.
-    """
+    """GPU data sheet, with bandwidths in one direction; `Efficiency` holds the shares reached in practice."""
 
     name: str
     memory_bytes: int
     memory_bytes_per_s: float
-    flops_per_s: float
+    flops_per_s: float  # dense half-precision matrix operations with float32 accumulation
     host_bytes_per_s: float
-    peer_bytes_per_s: float
+    peer_bytes_per_s: float  # total bandwidth to the other GPUs of the server
     host_memory_bytes: int
-    peer_latency_s: float = _ALL_REDUCE_LATENCY_S
+    peer_latency_s: float = _ALL_REDUCE_LATENCY_S  # of a small all-reduce, per doubling of the group
 
 
 # RAM of typical servers with eight of these GPUs: AWS p4d, DGX A100 80GB, DGX-1, DGX H100 and DGX H200.

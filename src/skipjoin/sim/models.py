@@ -19,7 +19,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Layers with a state of constant size instead of KV: their number, and bytes and parameters of each."""
+    """Layers with a state of constant size instead of KV, and bytes and parameters of each."""
 
     layers: int
     layer_bytes: int
@@ -31,12 +31,6 @@ class ModelShape:
     """Shape of a decoder-only transformer, for its size and work.
 
     Norms, biases and learned positions are ignored: together less than 0.5 % of any model here.
-
-    Attributes:
-        intermediate: Columns of the MLP, of layers without experts.
-        gated: The MLP has three matrices (SwiGLU) instead of two.
-        tied: The output head is the embedding table.
-        parameter_bytes: Size of a weight, an activation and a KV element.
     """
 
     name: str
@@ -45,12 +39,12 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
-    gated: bool
+    intermediate: int  # columns of the MLP, of layers without experts
+    gated: bool  # the MLP has three matrices (SwiGLU) instead of two
     vocab: int
-    tied: bool
+    tied: bool  # the output head is the embedding table
     max_positions: int
-    parameter_bytes: int = 2
+    parameter_bytes: int = 2  # of a weight, an activation and a KV element
     kv_cache_dtype: str = "auto"
     experts: ExpertShape | None = None
     states: StateShape | None = None
@@ -61,7 +55,6 @@ class ModelShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a request's state in layers without KV."""
         return 0 if self.states is None else self.states.layers * self.states.layer_bytes
 
     @property
@@ -89,7 +82,6 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts."""
         of = self.experts
         return 0 if of is None else of.layers * of.count * 3 * self.hidden * of.width
 

@@ -26,9 +26,7 @@ class Calls:
 class ProgramArrivals(Arrivals):
     """Arrivals of programs, whose next call comes a pause after the one before has finished.
 
-    Args:
-        programs: Programs with the time of their first call.
-        submit: Returns the request of a number at a time.
+    Programs come with the time of their first call. `submit` returns the request of a number at a time.
     """
 
     def __init__(

@@ -39,18 +39,15 @@ class Network:
 
 @dataclass(slots=True)
 class Handover:
-    """Migration of one request, `prompt` on the prefill replica and `request` on the decode replica.
+    """Migration of one request."""
 
-    It is `pulled` when the decode replica has space, and then `begun` and `completed` are known.
-    """
-
-    prompt: Request
-    request: Request
+    prompt: Request  # on the prefill replica
+    request: Request  # on the decode replica
     source: int
     target: int
     size: float
     ready: float
-    pulled: float | None = None
+    pulled: float | None = None  # when the decode replica has space; the next two are then known
     begun: float | None = None
     completed: float | None = None
 

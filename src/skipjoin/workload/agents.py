@@ -38,16 +38,12 @@ class Agents:
     """Programs of agents: calls with pauses for tools, whose prompts are all tokens before and a tool's result.
 
     By default, lengths follow the rows of the data set lightseekorg/trie-dataset. Of the pauses, 86 % are shorter than
-    a second, as in issue 285 of vLLM's router, and the others have the heavy tail of TraceLab (arXiv 2606.30560). With
-    these, 95 % of prompt tokens are known from the call before, as in TraceLab.
-
-    Attributes:
-        calls: Bounds of the number of calls, whose logarithm is uniform.
-        templates: Number of system prompts, one of which begins each program.
+    a second, as in issue 285 of vLLM's router, and the others have the heavy tail of TraceLab (arXiv 2606.30560). As
+    there, 95 % of prompt tokens are known from the call before.
     """
 
-    calls: tuple[int, int] = (2, 40)
-    templates: int = 8
+    calls: tuple[int, int] = (2, 40)  # bounds of the number of calls, whose logarithm is uniform
+    templates: int = 8  # number of system prompts, one of which begins each program
     template_tokens: int = 4096
     task: Tail = Tail(1200, 0.8, 8192)
     output: Tail = Tail(110, 0.8, 2048)

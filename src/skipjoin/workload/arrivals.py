@@ -16,8 +16,7 @@ class Arrivals(Protocol):
     """Arrival process with mean rate 1. Dividing its times by a rate gives the same process at that rate."""
 
     @property
-    def name(self) -> str:
-        """Text that `parse_arrivals` accepts."""
+    def name(self) -> str:  # accepted by `parse_arrivals`
         ...
 
     def times(self, random: random.Random) -> Iterator[float]:
@@ -46,10 +45,10 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Gamma-distributed gaps; `cv` is their coefficient of variation, 1 for Poisson."""
+    """Gamma-distributed gaps."""
 
     name: str
-    cv: float
+    cv: float  # coefficient of variation; 1 for Poisson
 
     def times(self, random: random.Random) -> Iterator[float]:
         shape = self.cv**-2

@@ -25,8 +25,7 @@ class Lengths(Protocol):
     """Joint distribution of prompt and output tokens, both at least 1."""
 
     @property
-    def name(self) -> str:
-        """Text that `parse_lengths` accepts."""
+    def name(self) -> str:  # accepted by `parse_lengths`
         ...
 
     def draw(self, random: random.Random) -> tuple[int, int]:
@@ -71,14 +70,11 @@ def _whole(tokens: float) -> int:
 
 @dataclass(frozen=True)
 class PromptBin:
-    """Requests of adjacent prompt lengths, up to the share `upto` of all requests.
+    """Requests of adjacent prompt lengths."""
 
-    Prompt tokens are at equally spaced quantiles of the bin, with its ends, and output tokens at the table's levels.
-    """
-
-    upto: float
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
+    upto: float  # share of all requests up to its end
+    prompt: tuple[int, ...]  # tokens at equally spaced quantiles of the bin, with its ends
+    output: tuple[int, ...]  # tokens at the table's levels
 
 
 @dataclass(frozen=True)

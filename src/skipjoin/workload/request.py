@@ -10,13 +10,9 @@ from skipjoin.workload.prefixes import PromptParts, SharedPrefix
 
 
 class WorkloadRequest(NamedTuple):
-    """Request to send, `at` seconds from the start; `deadline_s` counts from there.
+    """Request to send."""
 
-    `pause_s` are the seconds after which the call follows the end of its program's call before. It is None for each
-    first call, and for others that are sent at their own time.
-    """
-
-    at: float
+    at: float  # seconds from the start
     prompt_tokens: int
     output_tokens: int
     stream: str
@@ -24,12 +20,12 @@ class WorkloadRequest(NamedTuple):
     row: int | None = None
     prompt: str | None = None
     service: ServiceClass = ServiceClass.REAL_TIME
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # seconds from `at`
     target: Target = NO_TARGET
     key: str = ""
     parts: PromptParts | None = None
     program: str = ""
-    pause_s: float | None = None
+    pause_s: float | None = None  # after the end of its program's call before; None if sent at its own time
 
     def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
         if prefix is None:

@@ -27,8 +27,6 @@ class ClosedMode(StrEnum):
 
 @dataclass(frozen=True)
 class JobSource:
-    """Jobs of one kind."""
-
     name: str
     lengths: Lengths
     _: KW_ONLY

@@ -43,13 +43,13 @@ class Line(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CsvLine:
-    """CSV row with its source text; `places` are cell indices of uniquely named columns."""
+    """CSV row with its source text."""
 
     file: str
     line: int
     cells: list[str]
     source: str
-    places: dict[str, int]
+    places: dict[str, int]  # cell indices of uniquely named columns
 
     has_timestamp = False
 
@@ -143,12 +143,12 @@ def _check_has(place: str, names: Collection[str], *needed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class JsonLine:
-    """JSON object on one line; `names` maps columns to different names in the object."""
+    """JSON object on one line."""
 
     file: str
     line: int
     values: dict[str, Any]
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # columns with different names in the object
 
     @property
     def columns(self) -> KeysView[str]:
@@ -204,7 +204,6 @@ def _object(place: str, line: str) -> dict[str, Any]:
 
 
 def _is_utf8(text: str) -> bool:
-    """Return False for text with lone surrogates, which JSON escapes can express."""
     try:
         text.encode()
     except UnicodeEncodeError:

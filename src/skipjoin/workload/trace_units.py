@@ -18,10 +18,10 @@ _MIN_GAP_MS, _MAX_GAP_S = 5.0, 1000.0
 
 
 class TraceUnits(NamedTuple):
-    """Units of `timestamp` in a second, and prompt tokens of each of `hash_ids`, or None to ignore these."""
+    """Units of a trace."""
 
-    per_s: int
-    hash_tokens: int | None
+    per_s: int  # units of `timestamp` in a second
+    hash_tokens: int | None  # prompt tokens of each of `hash_ids`; None ignores these
 
 
 def with_units(

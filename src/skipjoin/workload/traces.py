@@ -133,8 +133,7 @@ def read_trace(
     """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
     `docs/simulate.md` has the columns, besides context_tokens: the length of the whole prompt, if prompt_tokens counts
-    its last part. arrival_s is in seconds, or an ISO 8601 date and time, UTC by default. Equal hash_ids after equal ids
-    mean equal text; CSV separates ids by commas or blanks.
+    its last part. arrival_s is in seconds, or an ISO 8601 date and time, UTC by default.
     """
     path = Path(path)
     try:

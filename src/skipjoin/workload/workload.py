@@ -92,10 +92,9 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Replay:
-    """Requests of a trace, at their recorded times or with an arrival process.
+    """Requests of a trace, at their recorded times from 0 or with an arrival process.
 
-    With recorded times, the first request arrives at 0. Otherwise rows are used cyclically from a row that the seed
-    selects.
+    With the latter, rows are used cyclically from one that the seed selects.
     """
 
     trace: Trace

@@ -17,16 +17,15 @@ _IDENTITY = ("model", "hardware", "driver", "workload.lengths", "workload.arriva
 _AXES = {"workload.rate_rps", "workload.seed", "workload.duration_s"}
 
 
-class NothingToDrawError(ConfigError):
-    """No record has the fields that a plot requires."""
+class NothingToDrawError(ConfigError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Records of one system at all rates and seeds; `index` determines the line's look."""
+    """Records of one system at all rates and seeds."""
 
     label: str
-    index: int
+    index: int  # determines the line's look
     records: tuple[Record, ...]
 
     def by_rate(self) -> dict[float, list[Record]]:

@@ -98,7 +98,6 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or SVG without date or program name."""
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
     try:
         figure.savefig(path, dpi=PNG_DPI, metadata=metadata)

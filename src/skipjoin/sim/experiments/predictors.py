@@ -29,10 +29,8 @@ _REMEMBERED = 20_000
 
 
 class Prediction(NamedTuple):
-    """Prediction, with an 80 % `interval` in tokens, or None without a distribution."""
-
     forecast: Forecast
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = None  # 80 % interval in tokens; None without a distribution
 
 
 class Predictor(Protocol):

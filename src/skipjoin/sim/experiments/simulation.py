@@ -46,9 +46,8 @@ _TOKEN = 0
 def make_replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool, seed: str) -> Replica:
     """Build a replica.
 
-    Args:
-        together: Simulate decode-only steps at once, where that does not change the result.
-        keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
+    Decode-only steps are simulated `together` if that does not change the result. One that `keeps_kv` swaps all evicted
+    KV, because it cannot compute prompts.
     """
     cost = TrackedCost(system.cost) if system.step_noise else None
     policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
@@ -356,7 +355,6 @@ def _settings_of(cell: Cell) -> Record:
 
 
 def _execution(cost: CostModel) -> Record:
-    """Return the linear model of execution time and its fit (ALISE section 3.1)."""
     time = ExecutionTime(cost)
     names = ("t0_s", "alpha_s", "beta_s", "r2_prefill", "r2_decode")
     values = (time.t0, time.alpha, time.beta, *time.quality)

@@ -26,15 +26,12 @@ _BLOCK = 256
 
 
 class Submissions:
-    """Jobs of one shard, by request id: those of the workload, then those of closed streams.
-
-    `rejected` has jobs of closed streams, each replaced at once by the next job.
-    """
+    """Jobs of one shard, by request id: those of the workload, then those of closed streams."""
 
     def __init__(self, system: System, jobs: Iterable[WorkloadRequest], slo: Slo, predictor: Predictor | None) -> None:
         self.jobs = list(jobs)
         self.lengths = [job.output_tokens for job in self.jobs]
-        self.rejected: list[Kind] = []
+        self.rejected: list[Kind] = []  # jobs of closed streams, each replaced at once by the next one
         self._system = system
         self._target = Target(_or_never(slo.ttft_s), _or_never(slo.tpot_s))
         self._predictor = predictor

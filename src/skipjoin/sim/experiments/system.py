@@ -57,15 +57,7 @@ class ProfileBasis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """Simulated system: a recipe on a machine.
-
-    Attributes:
-        recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
-        stage_shares: Share of each stage in a step's computation; empty if all are equal.
-        cpu_block_bytes: None if the size is the same as on the device.
-        basis: None if the costs are computed from a data sheet.
-        prefill: System of the prefill replicas, of which only the machine matters.
-    """
+    """Simulated system: a recipe on a machine."""
 
     recipe: str
     model: str
@@ -74,10 +66,10 @@ class System:
     kv_blocks: Annotated[int, Option("KV blocks of the device tier.", low=1)]
     block_bytes: int
     max_model_len: int
-    recipe_params: Mapping[str, Value] = field(default_factory=dict)
+    recipe_params: Mapping[str, Value] = field(default_factory=dict)  # of any recipes; others than its own are ignored
     block_size: Annotated[int, Option("Tokens per KV block.", low=1)] = 16
     cpu_blocks: Annotated[int, Option("KV blocks of the CPU tier.", low=0)] = 0
-    cpu_block_bytes: int | None = None
+    cpu_block_bytes: int | None = None  # None if it is that of the device
     kv_cache_dtype: KVType = "auto"
     swap_dtype: SwapType = "auto"
     max_num_seqs: MaxNumSeqs = MAX_NUM_SEQS
@@ -114,7 +106,7 @@ class System:
     ] = True
     states: StateSizes | None = None
     stages: int = 1
-    stage_shares: tuple[float, ...] = ()
+    stage_shares: tuple[float, ...] = ()  # of each stage in a step's computation; empty if all are equal
     pipeline_depth: Annotated[
         int,
         _scheduling(
@@ -160,8 +152,8 @@ class System:
             high=1e6,
         ),
     ] = None
-    basis: ProfileBasis | None = None
-    prefill: System | None = None
+    basis: ProfileBasis | None = None  # None if the costs are computed from a data sheet
+    prefill: System | None = None  # system of the prefill replicas, of which only the machine matters
 
     def __post_init__(self) -> None:
         check(self)

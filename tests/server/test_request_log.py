@@ -20,7 +20,7 @@ from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, simulated_s
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import FinishReason
 from skipjoin.server import logs
-from skipjoin.server.api.request_log import RequestLog
+from skipjoin.server.api.request_log import RequestLogging
 from skipjoin.server.engines.engine_program import ORPHANED
 from skipjoin.server.engines.messages import Setup
 from skipjoin.server.logs import JsonFormatter, TextFormatter
@@ -36,7 +36,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]
 
 
 def logged(api: Api) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLogging(api.app)), base_url="http://localhost")
 
 
 def test_json_log_has_no_other_line_when_settings_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from skipjoin.server.engines.messages import (
     Abort,
     Add,
     Reforecast,
-    RequestState,
+    RequestReport,
     RequestStates,
     Setup,
     ToEngine,
@@ -32,11 +32,11 @@ from support.watch import Stepper, World
 pytestmark = pytest.mark.anyio
 
 
-def state(number: int, **fields: Any) -> RequestState:
+def state(number: int, **fields: Any) -> RequestReport:
     empty = {"computed_tokens": 0, "device_blocks": 0, "cpu_blocks": 0, "wait_reason": None, "wait_s": None}
     rank = {"service": ServiceClass.REAL_TIME, "is_urgent": False, "priority": 0}
     base = {"state": "waiting", **rank, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}
-    return RequestState(number=number, **{**base, **fields})
+    return RequestReport(number=number, **{**base, **fields})
 
 
 def test_request_states_and_order() -> None:

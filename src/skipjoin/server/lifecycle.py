@@ -41,7 +41,7 @@ from skipjoin.server.api.connections import ConnectionLimits
 from skipjoin.server.api.errors import DEATH_GRACE_S, unavailable
 from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.http import HttpServer
-from skipjoin.server.api.request_log import RequestLog
+from skipjoin.server.api.request_log import RequestLogging
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.disabled import NoBatches
 from skipjoin.server.batches.disk import batch_folder
@@ -171,7 +171,7 @@ class Server:
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         refused = partial(metrics.count, "connections_refused_total")
         proxies = config.forwarded_allow_ips
-        self._http = [HttpServer(RequestLog(app), limits, refused, proxies, config.tls) for app in apps]
+        self._http = [HttpServer(RequestLogging(app), limits, refused, proxies, config.tls) for app in apps]
         self._questions: ForecastRequests | None = None
         self._signals = 0
         self._stop = asyncio.Event()

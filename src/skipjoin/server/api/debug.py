@@ -79,7 +79,7 @@ _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def show_requests(request: Request) -> Response:
-    """Return the `engines.messages.RequestState` of each unfinished request, its response and its replica."""
+    """Return the `engines.messages.RequestReport` of each unfinished request, its response and its replica."""
     service = service_of(request)
     owner = _viewer(request).owner
     found = await service.client.describe(TIMEOUT_S)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _LABEL = 8
 
 
-class RequestLog:
+class RequestLogging:
     """ASGI middleware that logs each request, successful GETs at level debug."""
 
     def __init__(self, app: ASGIApp) -> None:

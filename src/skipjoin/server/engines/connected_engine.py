@@ -45,7 +45,7 @@ class LiveRequest(NamedTuple):
     label: str
     choice: int
     replica: int | None
-    state: messages.RequestState
+    state: messages.RequestReport
     owner: str
     adapter: str = ""
 
@@ -70,7 +70,7 @@ def live_requests(replica: ConnectedEngine, reply: messages.RequestStates) -> li
 
 
 def waiting_request(sequence: EngineSequence, now: float) -> LiveRequest:
-    state = messages.RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
+    state = messages.RequestReport.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
     return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner, sequence.adapter)
 
 

@@ -103,7 +103,7 @@ class EngineObserver:
 
 def describe(
     core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False
-) -> list[messages.RequestState]:
+) -> list[messages.RequestReport]:
     # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
     explain = core.scheduler.policies.explain
@@ -126,12 +126,12 @@ def group(requests: Iterable[Request], core: EngineCore) -> list[messages.Reques
     return [messages.RequestGroup(*key, *count) for key, count in counts.items()]
 
 
-def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> messages.RequestState:
+def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> messages.RequestReport:
     held, wait = core.kv.blocks_of(request), core.wait_of(request)
     blocks = {} if held is None else {"device_blocks": len(held.device), "cpu_blocks": len(held.cpu)}
     if wait is not None:
         blocks["short_blocks"] = wait.short
-    return messages.RequestState.of(
+    return messages.RequestReport.of(
         request,
         now,
         state_name(core, request),

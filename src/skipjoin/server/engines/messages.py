@@ -206,7 +206,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats", array_like=True):
         return int(sum(self.metrics.row("num_requests_waiting")))
 
 
-class RequestState(msgspec.Struct, frozen=True, array_like=True):
+class RequestReport(msgspec.Struct, frozen=True, array_like=True):
     """State of an unfinished request in the scheduler.
 
     Its `state` is "running" in the latest plan, "waiting" if it has never run, "preempted" if its KV is on the device
@@ -241,7 +241,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     program: str | None = None
 
     @classmethod
-    def of(cls, request: Request, now: float, state: str, place: int | None, **more: Any) -> RequestState:
+    def of(cls, request: Request, now: float, state: str, place: int | None, **more: Any) -> RequestReport:
         predicted, options = current_prediction(request), request.options
         return cls(
             request.id,
@@ -282,7 +282,7 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     """
 
     id: int
-    requests: list[RequestState]
+    requests: list[RequestReport]
     groups: list[RequestGroup] = []
     now: float = 0.0
     total_finished: int = 0

@@ -18,18 +18,15 @@ class CostModel(Protocol):
     @property
     def revision(self) -> int:
         """Version of the estimates, with which callers discard what they cached."""
-        ...
 
     @property
     def margin(self) -> float:
         """Factor that nearly all measured steps stayed within, at least 1."""
-        ...
 
     def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:
         """Return the seconds to transfer KV blocks in one direction."""
-        ...
 
 
 class Callbacks:
@@ -79,22 +76,18 @@ class Ordering(Protocol):
 
         During the iteration, only `rank` and `outranks` may be called.
         """
-        ...
 
     def rank(self, request: Request) -> Any:
         """Return the sort key of `ranked`; keys of all requests are comparable."""
-        ...
 
     def outranks(self, one: Request, other: Request) -> bool:
         """Return whether `one` is strictly more important, so that it may evict `other` to be admitted."""
-        ...
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Return the requests in the order in which they are expected to run next, each after a sort key.
 
         Keys are equal where neither of two requests has a reason to run first.
         """
-        ...
 
 
 class Fact(NamedTuple):
@@ -111,7 +104,6 @@ class Measured(Protocol):
 
     def measure(self, now: float) -> Mapping[str, Sequence[float]]:
         """Return values by name of a metric, in the order of its label's values."""
-        ...
 
 
 class Retention(Protocol):
@@ -119,7 +111,6 @@ class Retention(Protocol):
 
     def keep_until(self, request: Request, now: float) -> float | None:
         """Return the time until which the KV of a program's finished call is kept, if it is."""
-        ...
 
 
 class Learned(Protocol):
@@ -133,7 +124,6 @@ class Learned(Protocol):
         Raises:
             ValueError: The state is invalid. Nothing has changed then.
         """
-        ...
 
 
 class BatchBuilder(Protocol):
@@ -142,7 +132,6 @@ class BatchBuilder(Protocol):
 
         Must not change the builder; `take` follows if the request has its KV.
         """
-        ...
 
     def take(self, request: Request, tokens: int) -> None: ...
 
@@ -178,11 +167,9 @@ class Batcher(Protocol):
     @property
     def cap(self) -> int:
         """Number of requests up to which the next step accepts best-effort ones."""
-        ...
 
     def open(self, context: StepContext) -> BatchBuilder:
         """Start the batch of a step; may change the batcher. Called again if nothing in the first batch can run."""
-        ...
 
 
 class BatcherWrapper(Callbacks):
@@ -232,7 +219,6 @@ class AdmissionPolicy(Protocol):
         Must be pure. It is called speculatively, and before arrival if the KV comes from another engine. Blocks that
         evictions would free are not counted in `kv`.
         """
-        ...
 
 
 class Eviction(NamedTuple):
@@ -260,18 +246,15 @@ class EvictionPolicy(Protocol):
     @property
     def shares(self) -> bool:
         """True if blocks are shared bidirectionally: best-effort requests fill theirs from the last slot down."""
-        ...
 
     def returns_overlapped(self, request: Request) -> bool:
         """Return whether `ahead` alone swaps the request in, rather than the step that would run it. Must be pure."""
-        ...
 
     def returns_alongside(self, request: Request) -> bool:
         """Return whether a step that computes other slices swaps the request in with overlapped moves. Must be pure.
 
         The request then takes its place in the batch without a slice. Otherwise the moves are blocking.
         """
-        ...
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
@@ -283,7 +266,6 @@ class EvictionPolicy(Protocol):
             incoming: Request without its KV on the device that needs the blocks; it waits if the result is empty. If
                 None, at least one candidate must be evicted.
         """
-        ...
 
     def on_dropped(self, tokens: int, now: float) -> None: ...
 
@@ -295,4 +277,3 @@ class EvictionPolicy(Protocol):
         Called once per step before the batch is filled; may change the policy. If all requests have swapped-out KV and
         return overlapped, it must swap one in. Running ones of the `settled` holders pause, and are swapped out later.
         """
-        ...

@@ -22,7 +22,6 @@ class Prefix(Protocol):
         There may be more keys, or fewer if blocks have none. Callers must not keep the sequence. For one object, `read`
         always reads the same tokens, and `reverse` never changes.
         """
-        ...
 
 
 class ContentPrefix:

@@ -83,7 +83,6 @@ class Encoder(Protocol):
 
     def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
         """Return (prompts, width) float32 vectors of norm 1 or 0."""
-        ...
 
 
 class HashedTokens:

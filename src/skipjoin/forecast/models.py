@@ -46,7 +46,6 @@ class Model(Protocol):
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
-        ...
 
     def state(self) -> dict[str, Array]:
         return {}

@@ -15,18 +15,15 @@ EXACT_ENTRIES = 10_000
 
 class Vectors(Protocol):
     def put(self, index: int, vector: Array) -> None: ...
-
     def drop(self, index: int) -> None: ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
         """Return indices of up to `count` most similar vectors, and their cosines; unused ones may come with 0."""
-        ...
 
     def state(self, indices: Array) -> dict[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         """Restore the last `kept` vectors of a `state`, and return their indices; `same` if capacities are equal."""
-        ...
 
 
 def vectors_of(entries: int, width: int) -> Vectors:

@@ -41,9 +41,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 class LoadWatcher(Protocol):
     def begun(self, number: int, rate: float | None, seed: int) -> None: ...
-
     def progress(self, progress: ClientProgress) -> None: ...
-
     def done(self, record: Record, exchanges: Sequence[Exchange]) -> None: ...
 
 

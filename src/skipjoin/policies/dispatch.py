@@ -33,7 +33,6 @@ class Dispatch(Protocol):
     ignores_tokens: bool  # whether `observe` needs no token events
 
     def choose(self, request: Request) -> int: ...
-
     def observe(self, replica: int, events: Sequence[Event]) -> None: ...
 
 

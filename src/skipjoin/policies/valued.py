@@ -29,19 +29,15 @@ class Value(Protocol):
     @property
     def revision(self) -> int:
         """Changes when earlier results no longer hold. Read in every step."""
-        ...
 
     def key(self, request: Request, known: int, now: float) -> tuple[Any, ...]:
         """Return the key without tie-breakers, at `known` tokens, including one just sampled."""
-        ...
 
     def until(self, request: Request, now: float) -> float:
         """Return when, after `now`, time alone changes the key of a waiting request, or inf."""
-        ...
 
     def tokens(self, request: Request, known: int) -> int:
         """Return the number of known tokens at which the key changes next, or 0 for every token from now on."""
-        ...
 
 
 class Valued(Ranked):

@@ -132,7 +132,6 @@ class Traffic(Protocol):
     @property
     def next_at(self) -> float:
         """Time of the next request; inf if there is none unless a replica makes progress."""
-        ...
 
     @property
     def left(self) -> int: ...
@@ -142,7 +141,6 @@ class Traffic(Protocol):
 
         Called once per instant, before any replica runs.
         """
-        ...
 
     def observe(self, replica: int, events: Sequence[Event]) -> None: ...
 

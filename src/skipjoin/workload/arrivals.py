@@ -21,7 +21,6 @@ class Arrivals(Protocol):
 
     def times(self, random: random.Random) -> Iterator[float]:
         """Yield non-decreasing arrival times, indefinitely. The first one comes one gap after 0."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class Lengths(Protocol):
 
     def draw(self, random: random.Random) -> tuple[int, int]:
         """Return prompt and output tokens of one request. Always draws two numbers from `random`."""
-        ...
 
     def mean(self) -> tuple[float, float]: ...
 

@@ -27,13 +27,11 @@ class Line(Protocol):
     @property
     def has_timestamp(self) -> bool:
         """Whether `arrival_s` is a `timestamp`, whose unit the file does not name."""
-        ...
 
     def cell(self, column: str) -> object: ...
 
     def text(self, column: str) -> str | None:
         """Return a prompt or output, or None; raise `ConfigError` if it is not UTF-8 text."""
-        ...
 
     def error(self, column: str, what: str) -> ConfigError: ...
 

@@ -30,7 +30,6 @@ class Workload(Protocol):
 
     @property
     def best_effort(self) -> float | None: ...
-
     @property
     def closed(self) -> tuple[Closed, ...]: ...
 
@@ -41,7 +40,6 @@ class Workload(Protocol):
 
         Closed-loop streams require `duration_s`. A longer duration or a higher limit only appends jobs.
         """
-        ...
 
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None

@@ -127,7 +127,6 @@ class Stateful(Protocol):
 
     @property
     def free(self) -> int: ...
-
     def slot_of(self, request: Request) -> int | None: ...
 
 

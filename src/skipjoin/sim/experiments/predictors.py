@@ -35,7 +35,6 @@ class Prediction(NamedTuple):
 
 class Predictor(Protocol):
     def forecast(self, request: Request) -> Prediction: ...
-
     def ended(self, event: Finished) -> None: ...
 
     def extend(self, jobs: Jobs, name: str) -> None:

@@ -33,7 +33,6 @@ _TICK_S = 0.2
 
 class SweepPlan(Protocol):
     def first(self) -> Iterable[Cell]: ...
-
     def then(self, cell: Cell, record: Record) -> Iterable[Cell]: ...
 
 
@@ -159,9 +158,7 @@ class ReplicaSearch(BoundSearch):
 
 class SweepWatcher(Protocol):
     def begun(self, number: int, cell: Cell) -> None: ...
-
     def share(self, number: int, share: float) -> None: ...
-
     def done(self, number: int, record: Record) -> None: ...
 
 

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class AdapterFile:
-    """Adapter in a folder. Raises `AdapterError` if it cannot be read or needs what is not supported."""
+    """Adapter in a folder. Raises `AdapterError` if it cannot be read or is not supported."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)

@@ -24,7 +24,7 @@ class AdapterRows(NamedTuple):
 
 
 class Adapters:
-    """Adapters of one rank's products, by number; `active` are those of the batch that is computed."""
+    """Adapters of one rank's products, by number; `active` are those of the current batch."""
 
     def __init__(
         self, ops: LayerOps, *, prefix: str, layers: range, num_layers: int, dtype: torch.dtype, device: torch.device
@@ -47,7 +47,7 @@ class Adapters:
 
     @property
     def has_slices(self) -> bool:
-        """Whether the rows of each active adapter follow one another."""
+        """Whether the rows of each active adapter are consecutive."""
         return all(isinstance(rows, slice) for _, rows in self.active)
 
     def load(self, number: int, folder: str) -> None:
@@ -107,7 +107,7 @@ class Adapters:
 
 
 class AdaptedLinear:
-    """`Linear` plus adapters of some rows. The bits of a row depend on the batch no more than without them."""
+    """`Linear` plus adapters of some rows, which do not make a row's bits depend on the batch."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ class Segment(NamedTuple):
         sample: Compute the logits of the last token, or of every token with `all_logits`.
         awaits: Row of the previous step's sampled tokens that holds one more token.
         reverse: Fill blocks from the last slot down, so that two sequences can share a block.
-        captures: Numbers of tokens after which the state is copied, ascending, and the slots to which.
+        captures: Ascending numbers of tokens after which the state is copied, and the target slots.
     """
 
     tokens: Sequence[int]
@@ -73,12 +73,12 @@ class PackedBatch:
         sources: Shape [T], row of the previous step's sampled tokens, or -1; None if all tokens are known.
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
         block_tables: Shape [n, widest], padded with 0.
-        logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
+        logit_rows: Shape [rows], tokens whose logits are wanted; None for all.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         directed: Indexes of the reversed segments.
         types: Shape [T], token types of an encoder; None if all are 0.
         adapters: Number of each segment's adapter, 0 for none; empty if none has one.
-        captures: Snapshots to take: segment, tokens, slot; ascending.
+        captures: Snapshots (segment, tokens, slot), ascending.
     """
 
     token_ids: torch.Tensor

@@ -1,7 +1,7 @@
 """Weights of bitsandbytes: 4 bits with a table of numbers, or 8 bits with a scale per output.
 
-A matrix of 4 bits is stored flat, two codes in a byte, the first one in the high bits. Scales may be in codes of 8 bits
-themselves, as differences from their mean.
+A 4-bit matrix is stored flat, two codes per byte, the first in the high bits. Scales may be 8-bit codes themselves, of
+differences from their mean.
 """
 
 from __future__ import annotations

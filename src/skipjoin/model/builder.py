@@ -57,7 +57,7 @@ class Builder:
         Args:
             outs: Rows of the whole matrices, of which this rank has `rows` (Megatron).
             orders: Which of the rank's rows each output has.
-            takes_adapters: The product is of all tokens of a batch.
+            takes_adapters: Whether the input is all tokens of a batch.
         """
         names = [names] if isinstance(names, str) else names
         parts = zip(names, outs, rows or map(range, outs), orders or [None] * len(outs), strict=True)

@@ -110,8 +110,6 @@ def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
 
 
 class Dense:
-    """Maps a pooled vector [inputs] to [outputs], in float32."""
-
     def __init__(self, of: DenseSettings, device: torch.device) -> None:
         try:
             with safe_open(of.file, framework="pt") as file:
@@ -208,9 +206,9 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the batch's tokens and write their KV into `kv`. All ranks run the same batches in the same order.
+        """Return float32 logits of the wanted rows, none before the last stage, and write the tokens' KV into `kv`.
 
-        Return float32 logits of the wanted rows; none before the last stage.
+        All ranks run the same batches in the same order.
 
         Raises:
             IndexError: If a token id is outside the vocabulary, on a CPU.

@@ -1,5 +1,3 @@
-"""Chat templates: Jinja programs in model folders, which `template_program` renders in a process with limits."""
-
 from __future__ import annotations
 
 import json
@@ -59,7 +57,7 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """A model's chat template; `source` has the text of the one with tools, too."""
+    """Template that `template_program` renders in a process with limits; `source` has the one with tools, too."""
 
     def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
         self.default = source
@@ -88,7 +86,7 @@ class ChatTemplate:
 
         Raises:
             ModelError: If the template rejects the conversation, fails or reaches a limit.
-            MessageError: If the template cannot have a message.
+            MessageError: If the template does not support a message.
         """
         renderer = self._tool_renderer if variables.get("tools") else self._renderer
         if not self._input(renderer).keeps_systems and has_late_systems(messages):

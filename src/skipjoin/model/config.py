@@ -26,10 +26,10 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """MLPs of which each token uses some, in the layers `layers`; others have one of `intermediate_size`.
+    """MLPs of which each token uses some, in `layers`; others have one of `intermediate_size`.
 
     Attributes:
-        among_chosen: Whether shares are the softmax over the chosen experts' logits, or over those of all.
+        among_chosen: Whether shares are the softmax over the chosen experts' logits only.
     """
 
     count: int
@@ -57,7 +57,7 @@ class PoolingSettings:
     Attributes:
         how: "cls" for the first token's state, "last" for the last one's, or "mean" of all.
         head: Layers between the hidden state and a score; None for embeddings.
-        answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs.
+        answers: Token ids of "yes" and "no", by whose logits a generating model judges pairs.
         squashes: Whether a score is the sigmoid of the head's value.
         max_tokens: Tokens that the model was trained for, if fewer than its positions.
     """
@@ -274,7 +274,7 @@ def part_settings(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Family] | None:
     """Return the architecture of the language model in one that also sees or hears, or None.
 
-    It is that of the whole if transformers runs that, unless the language model has a native family.
+    If transformers runs that, it is the architecture of the whole, unless the part has a native family.
     """
     text, whole, part = raw.get("text_config"), find_whole(names, raw.get("model_type")), None
     is_part = whole is not None or any(str(name).endswith("ForConditionalGeneration") for name in names)

@@ -95,7 +95,7 @@ def layer_kinds(raw: Mapping[str, Any], layers: int, default: Callable[[int], bo
 
 
 def every(interval: Any) -> Callable[[int], bool]:
-    """Return a function that is false for every layer of this number."""
+    """Return a function that is false for every `interval`-th layer."""
     size = int(interval or 0)
     return lambda index: bool(size) and (index + 1) % size != 0
 

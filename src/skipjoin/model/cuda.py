@@ -48,7 +48,6 @@ class CudaFacts:
 
 @functools.cache
 def cuda_facts() -> CudaFacts:
-    """Return the facts of this process; imports Triton only if there is a GPU."""
     runtime = torch.version.cuda
     if runtime is None:
         return CudaFacts()

@@ -68,9 +68,9 @@ def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bo
 
 
 def gated_experts(builder: Builder, name: str) -> MakeExperts:
-    """Return what makes experts of tensors of their own, or of two of all.
+    """Return a maker of experts whose tensors are their own, or joined for all.
 
-    Those are [experts, out, in], or [experts, in, out] as in the files of Qwen3-VL.
+    Joined ones are [experts, out, in], or [experts, in, out] as in the files of Qwen3-VL.
     """
     of, hidden = builder.config.experts, builder.config.hidden_size
     assert of is not None

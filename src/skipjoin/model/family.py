@@ -66,8 +66,7 @@ def family(
     """Register the decorated `Decoder` class as the model family `name`.
 
     Args:
-        architectures: Names in `architectures` of config.json, and the `model_type` of each, for files without that
-            list.
+        architectures: Names in config.json, and the `model_type` of each, for files without names.
         fields: Returns the fields of `ModelConfig` that depend on the family. A `KeyError` names a missing value.
         prefix: Prefix of tensor names that checkpoints lack if they were saved from the bare decoder.
         sizes: Upper bounds of the family's own integers in config.json, which must be at least 1.
@@ -134,7 +133,7 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
 
 
 def find_whole(names: list[Any], model_type: str | None) -> tuple[str, Family] | None:
-    """Return transformers' class of a model that also sees or hears, of which texts use a part."""
+    """Return transformers' class of a model that also sees or hears."""
     from skipjoin.model.fallback.settings import wholes  # noqa: PLC0415 - as above
 
     known = wholes()

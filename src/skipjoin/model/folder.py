@@ -163,7 +163,6 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
 
 
 def _unreachable(error: BaseException) -> str:
-    """Return why the hub cannot be reached, or "". The client may raise errors of httpx, or of httpx2."""
     cause: BaseException | None = error
     while cause is not None:
         if any(base.__name__ == "TransportError" for base in type(cause).__mro__):

@@ -34,7 +34,7 @@ _LIMITS = {
 class GrammarCheck:
     """Compiles constraints in a separate process, for clients in turn. Thread-safe.
 
-    Each client has its own outcomes, because a fast one would reveal that another client uses the constraint.
+    Outcomes are kept per client, because a fast one would reveal that another client uses the constraint.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

@@ -37,7 +37,7 @@ _REMEDY = "simplify it, for example with fewer alternatives that match the same 
 class GrammarMask:
     """Allows the tokens that keep the output a prefix of some text of the grammar.
 
-    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say.
+    Where no token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say.
     """
 
     def __init__(self, grammars: Grammars, *, max_masks_s: float = MAX_MASKS_S) -> None:
@@ -61,8 +61,8 @@ class GrammarMask:
     def masks(self, states: Sequence[GrammarState]) -> tuple[np.ndarray, np.ndarray]:
         """Return the allowed tokens of active states, and whether each output must end here.
 
-        The tokens, at least one for each state, are packed bits, int32 [len(states), words]. The next call may
-        overwrite them.
+        Masks are packed bits, int32 [len(states), words], with at least one token each. The next call may overwrite
+        them.
         """
         if len(self._masks) < len(states):
             self._masks = np.empty((len(states), self._words), np.int32)
@@ -120,7 +120,7 @@ class GrammarState(ProcessorState):
 
     Attributes:
         mask: Tokens allowed next, if `GrammarMask.compute_ahead` has computed them.
-        is_slow: Whether the next mask should be computed ahead, because the latest ones took long.
+        is_slow: Whether the latest masks took long, so that the next one should be computed ahead.
         uncharged_s: Seconds of its masks and grammar that are not charged yet.
     """
 

@@ -1,7 +1,7 @@
 """Program that compiles grammars for `GrammarCheck`: frames on standard input, first a `Vocabulary`, then constraints.
 
-Forks compile them, with CPU time, memory and stack limited by the kernel, because some patterns take minutes, and deep
-rules overflow the stack. This process has the vocabulary, which takes a second to load.
+Forks compile them under limits of CPU time, memory and stack, because some patterns take minutes, and deep rules
+overflow the stack. The parent loads the vocabulary, which takes a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,3 @@
-"""Grammars of constrained output, compiled for a model's vocabulary.
-
-A matcher is a pure function of a grammar and output tokens, so it is never saved: known tokens advance a new one.
-"""
-
 from __future__ import annotations
 
 import json
@@ -43,7 +38,7 @@ class CompiledGrammar:
 
     Attributes:
         matcher: Copied by each request, and never advanced.
-        is_slow: Whether the next masks should be computed outside of the steps. New grammars must prove to be quick.
+        is_slow: Whether the next masks should be computed outside of the steps, as those of a new grammar are.
     """
 
     matcher: LLMatcher
@@ -54,9 +49,10 @@ class CompiledGrammar:
 
 
 class Grammars:
-    """Compiles grammars, and keeps the recent ones. Thread-safe.
+    """Compiles grammars for a model's vocabulary, and keeps the recent ones. Thread-safe.
 
-    Salts separate the users of grammars, because the time to the first token reveals whether one is compiled.
+    A matcher is a pure function of a grammar and output tokens, so it is never saved. Salts separate the users of
+    grammars, because the time to the first token reveals whether one is compiled.
     """
 
     def __init__(

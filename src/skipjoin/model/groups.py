@@ -1,5 +1,3 @@
-"""Matrices in codes of 4, 6 or 8 bits with scales per group of inputs, as compiled products read them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -61,9 +59,9 @@ class GroupedMatrix(NamedTuple):
 
 
 def with_integers(matrix: GroupedMatrix) -> GroupedMatrix:
-    """Return the matrix with integers of 8 bits for `values`, those nearest to them at the best scale.
+    """Return the matrix with the nearest 8-bit integers at the best scale in place of `values`.
 
-    The error of NF4's is 0.2 % of a group's largest number, about that of inputs of 8 bits.
+    The error of NF4's is 0.2 % of a group's largest number, about that of 8-bit inputs.
     """
     if matrix.values is None or all(isinstance(value, int) for value in matrix.values):
         return matrix

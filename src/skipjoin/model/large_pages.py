@@ -24,7 +24,7 @@ def large_page_bytes(size: int, *advice: str) -> torch.Tensor:
 
 
 def return_freed_memory() -> None:
-    """Give the system memory that was freed, of which the C library keeps much where several threads used it."""
+    """Return freed memory to the system, much of which the C library keeps after use by several threads."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has the function
         ctypes.CDLL(None).malloc_trim(0)
 

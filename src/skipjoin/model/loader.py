@@ -52,7 +52,7 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model, or this rank's shard. Its device becomes the calling thread's current device."""
+    """Load a model, or this rank's shard, and make its device the calling thread's current one."""
     has_weights = spec.load_format != "dummy"
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
     config, stored = read_config(files, spec), format_of(files, spec)

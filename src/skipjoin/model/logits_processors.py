@@ -43,7 +43,7 @@ class LogitsProcessor(Protocol):
     def start(self, asked: Asked) -> ProcessorState | None: ...
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
-        """Adjust rows of the logits, float32 [n, vocab], in place; `rows` ascend, and have active states."""
+        """Adjust logits, float32 [n, vocab], in place; `rows` ascend, and have active states."""
         ...
 
 
@@ -88,7 +88,7 @@ class RepetitionPenalty:
 
 
 class OutputPenalties:
-    """Subtracts `frequency_penalty` for each occurrence of a token in the output, and `presence_penalty` once."""
+    """Subtracts `frequency_penalty` per occurrence of a token in the output, and `presence_penalty` once."""
 
     def start(self, asked: Asked) -> _SeenState | None:
         params = asked.params

@@ -21,7 +21,7 @@ _ADVICE = "MADV_DONTFORK"
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
     """Return `size` zero bytes, and a function that unlocks them once no copy uses them.
 
-    Locks memory in place, because torch rounds the size of its own up to a power of two.
+    torch's own page-locked memory is rounded up to a power of two.
     """
     memory = large_page_bytes(size, _ADVICE)
     if _lock(memory):

@@ -1,7 +1,7 @@
-"""Model sharding over ranks, and the communication of the ranks during a step. Does not import torch.
+"""Model sharding over ranks, and their communication during a step. Does not import torch.
 
-Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP or of each expert,
-so that ranks have equal work in any batch, and some of the vocabulary. A pipeline stage has some consecutive layers.
+Tensor parallelism follows Megatron-LM: each rank of a stage has some heads, some columns of the MLP or of each expert,
+and some of the vocabulary, so that ranks have equal work. A pipeline stage has consecutive layers.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class GroupError(Exception):
 class Group:
     """Communication of a model's ranks, which make the same calls in order. A rank whose call raises has failed.
 
-    This one has no connections: its stage has one rank, or it is only planned.
+    This base class has no connections, for a stage of one rank or a planned model.
     """
 
     def __init__(self, shard: Shard = WHOLE) -> None:

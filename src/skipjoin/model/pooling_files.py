@@ -1,7 +1,7 @@
 """Decides what a model is served for, and how its hidden states become vectors.
 
-Models of sentence-transformers list their parts in modules.json, GGUF files may name a pooling, and others follow the
-architecture: the mean of an encoder, the last token of a decoder.
+Models of sentence-transformers list their parts in modules.json, and GGUF files may name a pooling. Otherwise, an
+encoder uses the mean, and a decoder the last token.
 """
 
 from __future__ import annotations

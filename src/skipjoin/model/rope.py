@@ -19,8 +19,8 @@ _REASONS = {"dynamic": f"with alpha, {_VARIABLE}"}
 class RopeSettings:
     """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
 
-    `factors` divide the frequency of each pair, as those of LongRoPE and of GGUF files do. With `query_beta`, queries
-    at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions).
+    `factors` divide the frequency of each pair (LongRoPE, GGUF). With `query_beta`, queries at position p are
+    multiplied by 1 + query_beta * log(1 + p // original_max_positions).
     """
 
     theta: float
@@ -41,7 +41,7 @@ class RopeSettings:
         """Return the context length of a model with this `max_position_embeddings`.
 
         Linear and YaRN scaling extend the original length, whether or not config.json does; Llama 3 states the result.
-        LongRoPE has other factors beyond the original length, so that cached KV would not stay valid.
+        LongRoPE changes its factors beyond the original length, which would invalidate cached KV.
         """
         if self.scaling == "longrope" and self.original_max_positions:
             return min(max_positions, self.original_max_positions)

@@ -1,6 +1,6 @@
 """Copies of many runs of rows between a GPU and page-locked memory, by one call of the driver from CUDA 12.8 on.
 
-One by one, each takes a call of torch, during which the calling thread launches nothing else.
+One call of torch for each would keep the thread from launching anything else.
 """
 
 from __future__ import annotations

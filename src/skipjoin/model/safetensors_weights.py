@@ -25,8 +25,7 @@ _MAPPED_BYTES = 64 << 20
 class SafetensorsFiles:
     """A folder's safetensors files, opened as needed; `where` has the file of each tensor.
 
-    Tensors are parts of a mapped file, which stays in memory as far as it was read while any of them exists. Files are
-    thus closed from time to time.
+    Tensors keep the pages of their mapped file in memory, so files are closed from time to time.
     """
 
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:

@@ -37,7 +37,7 @@ class SamplingState:
 
     Attributes:
         length: Number of output tokens accepted so far; stays 0 without `reads_output`.
-        reads_output: Whether the next token depends on the output tokens, and not on their number alone.
+        reads_output: Whether the next token depends on the output tokens, not only on their number.
     """
 
     __slots__ = ("_states", "adjustments", "length", "limit", "params", "prompt_tokens", "reads_output", "seed")

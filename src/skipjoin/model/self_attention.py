@@ -15,8 +15,8 @@ from skipjoin.model.rope import RopeSettings
 def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
     """Return the radians per position of each pair.
 
-    Each operation rounds to float32 in Hugging Face's order: at position 100,000, one rounding less turns a pair by up
-    to 0.006.
+    Operations round to float32 in Hugging Face's order: at position 100,000, one rounding less turns a pair by up to
+    0.006.
     """
     turned = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
     plain = 1.0 / turned

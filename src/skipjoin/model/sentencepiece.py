@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 
 class SentencePiece(NamedTuple):
-    """What a file says.
+    """Contents of a tokenizer.model file.
 
     Attributes:
         ends: Ids of the tokens of unknown text, and at the ends of texts, by their names; -1 for none.
@@ -61,7 +61,7 @@ class SentencePiece(NamedTuple):
 
 
 def find_sentencepiece(folder: Path, settings: Mapping[str, Any]) -> SentencePiece | None:
-    """Return the model of a folder's tokenizer, or None if the file is of another kind or the class adds to it.
+    """Return a folder's SentencePiece model, or None if the file is of another kind or the class adds to it.
 
     Raises:
         ModelError: If the model cannot be used.

@@ -10,7 +10,7 @@ from skipjoin.model.gguf.settings import gguf_settings
 
 
 def read_settings(model: Path, name: str, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a JSON file of a model's folder, or what the metadata of a GGUF file have in its place.
+    """Return a JSON file of a model's folder, or its equivalent from the metadata of a GGUF file.
 
     Raises:
         ModelError: If it cannot be read, or is missing and there is no `default`.

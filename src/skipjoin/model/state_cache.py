@@ -13,8 +13,8 @@ _LINE = 64
 class StateCache:
     """State of requests in a rank's layers without attention, one contiguous row of bytes for each slot.
 
-    A layer has the last inputs of a convolution in the model's type, and of a recurrence a float32 matrix for each
-    head. Rows are not cleared on reuse: the first token of a sequence does not read them.
+    A layer has the last inputs of a convolution in the model's type, and a float32 matrix for each head of a
+    recurrence. Rows are not cleared on reuse: the first token of a sequence does not read them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Program that renders chat templates for `ChatTemplate`: frames on standard input, first the template.
 
-It imports nothing of this package, to start faster. Templates come with downloaded models, so they run in Jinja's
-sandbox. Jinja cannot bound the time of `'x' * 10**10`, but the kernel can.
+It imports nothing of this package, to start faster. Templates are untrusted, so they run in Jinja's sandbox. Jinja
+cannot bound the time of `'x' * 10**10`, but the kernel can.
 """
 
 from __future__ import annotations

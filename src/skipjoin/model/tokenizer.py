@@ -210,7 +210,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, most: int, *, asks: bool = False) -> tuple[list[int], int | None]:
         """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens.
 
-        With `asks`, they ask in a conversation if the second fits the first.
+        With `asks`, the texts form a conversation that asks whether the second fits the first.
         """
         if asks:
             fields = f"<Instruct>: {_PURPOSE}\n\n<Query>: {first}\n\n<Document>: {second}"

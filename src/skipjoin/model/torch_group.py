@@ -118,10 +118,10 @@ class TorchGroup(Group):
 
 
 def add_in_rank_order(x: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
-    """Replace `x` by its sum over the group, which adds the ranks' elements in the same order everywhere.
+    """Replace `x` by its sum over the group, adding the ranks' elements in the same order everywhere.
 
-    `all_reduce` of Gloo and NCCL begins with another rank in each part of a tensor, so that from three ranks on the sum
-    of a row would depend on which requests run together.
+    `all_reduce` of Gloo and NCCL begins with another rank in each part of a tensor. From three ranks on, the sum of a
+    row would thus depend on its batch.
     """
     flat = x.view(-1)
     if x.nbytes <= MAX_GATHERED_BYTES:
@@ -171,7 +171,7 @@ class OneShotSum:
 
 
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
-    """Return an all-reduce that works on all ranks, or None. All ranks must call this at the same time."""
+    """Return an all-reduce that works on all ranks, or None. All ranks must call this together."""
     found, why = None, "it adds up wrong"
     try:
         found = OneShotSum(group, device)

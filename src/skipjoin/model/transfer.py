@@ -17,7 +17,7 @@ def send(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None 
 
 
 class CpuCopy(Generic[T]):
-    """Value that `make` builds of tensors on their way to the CPU; later work may overwrite the device tensors."""
+    """Value that `make` builds from tensors being copied to the CPU; later work may overwrite the device tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], make: Callable[[list[torch.Tensor]], T]) -> None:
         self._make = make

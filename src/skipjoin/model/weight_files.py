@@ -43,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model folder, or a GGUF file, before its weights are read, which may be on the hub, or not needed."""
+    """A model folder or GGUF file before its weights are read, which may be on the hub or not needed."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -55,7 +55,7 @@ class ModelFiles:
 
     @property
     def quantization(self) -> Any:
-        """Settings of quantized weights: of the model, of its part that is served, or of another file."""
+        """Settings of quantized weights, of the whole model, the served part, or another file."""
         if (found := quantization_of(self.config)) is not None:
             return found
         if not (self.has_weights and (self.folder / _MODELOPT).is_file()):

@@ -50,17 +50,17 @@ class WeightFormat(ABC):
     def open(self, source: Source) -> Weights: ...
 
     def check(self, files: ModelFiles) -> None:  # noqa: B027 (most formats need none)
-        """Raise `ModelError` for what is wrong with files that it matches, as far as names and indexes show."""
+        """Raise `ModelError` for what names and indexes of the files show to be wrong."""
 
     def check_ops(self, ops: LayerOps, where: str) -> None:  # noqa: B027 (most formats need none)
         ...
 
     def dtype_name(self, files: ModelFiles) -> str:
-        """Return the type of the model's activations, where neither config.json nor the user names one."""
+        """Return the type of activations if neither config.json nor the user names one."""
         return "float32"
 
     def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
-        """Return the minimum bytes of a matrix, for checks of the memory before it is loaded; None if not in codes."""
+        """Return a matrix's minimum bytes, to check the memory before loading; None if it has no codes."""
         return None
 
     def product_bytes(self, source: Source, outputs: int, inputs: int) -> int | None:
@@ -225,8 +225,6 @@ class Dummy(WeightFormat):
 
 @weight_format
 class Int8(WeightFormat):
-    """Weights rounded to 8 bits with a scale per 32 inputs, for compiled CPU code."""
-
     name = quantization = "int8"
     load_format = None
     patterns = ()
@@ -258,8 +256,6 @@ class Int8(WeightFormat):
 
 @weight_format
 class Fp8(WeightFormat):
-    """Weights rounded to 8-bit floats with a scale per output, for GPUs that multiply them."""
-
     name = quantization = "fp8"
     load_format = None
     patterns = ()

@@ -15,7 +15,7 @@ from skipjoin.model.ops.torch_ops import joined
 
 
 class Matrix(NamedTuple):
-    """A matrix of a product: its rows, those that this rank has, and which of these each output has, if another."""
+    """A matrix of a product: its rows, those of this rank, and which of these each output has."""
 
     name: str
     out: int
@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices of experts that are stored as one tensor, [experts, out, in], or [experts, in, out] if `is_transposed`.
+    """Experts' matrices in one tensor, [experts, out, in], or [experts, in, out] if `is_transposed`.
 
     A rank has the given rows and columns, or all.
     """
@@ -61,11 +61,11 @@ class Weights(ABC):
         """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous, on the model's device."""
 
     def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
-        """Return a matrix in codes, or None if it has none that products of the chosen operations read."""
+        """Return a matrix in codes, or None if it has none that the chosen operations read."""
         return None
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a stored tensor, or None if there is none, or tensors are made by their names."""
+        """Return the shape of a stored tensor; None if it is missing, or tensors are made by their names."""
         return None
 
     def linear(
@@ -120,7 +120,7 @@ class Weights(ABC):
 
 
 def wanted_part(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
-    """Return the slices of a tensor that have these rows and columns, or None for all of it."""
+    """Return the slices of a tensor with these rows and columns, or None for all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
     if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
         return None
@@ -187,7 +187,7 @@ class PlannedProduct:
 
 
 class RandomWeights(Weights):
-    """Random tensors that depend only on the seed, the name and the kind of device, so that ranks agree."""
+    """Random tensors that depend only on seed, name and kind of device, so that ranks agree."""
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed = seed

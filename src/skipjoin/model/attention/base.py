@@ -83,17 +83,17 @@ class AttentionBackend(ABC):
         cos_sin: torch.Tensor | None = None,
         norms: HeadWeights | None = None,
     ) -> torch.Tensor:
-        """Rotate queries and keys, in place, if `cos_sin` is given, write the new KV into its slots, then attend.
+        """Rotate queries and keys in place if `cos_sin` is given, write the new KV into its slots, then attend.
 
         Query head h reads KV head h * kv_heads // heads. Returns [T, heads * head_dim], contiguous.
 
         Args:
-            query: Shape [T, heads, head_dim], with head_dim innermost; `key` and `value` likewise, with kv_heads.
+            query: Shape [T, heads, head_dim], head_dim innermost; `key` and `value` likewise, with kv_heads.
             window: Number of latest tokens attended to, including the token itself; 0 for all.
-            cap: Bound of scores s, which become cap * tanh(s / cap); 0 for none.
+            cap: Scores s become cap * tanh(s / cap); 0 for none.
             sinks: float32 [heads], a score per head that takes part in the softmax without a value.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
-            norms: Norms before the rotation, if the layer has not normalized queries and keys.
+            norms: Norms before the rotation, if queries and keys are not normalized yet.
         """
         call = Call(layer, Softmax(scale, cap, sinks), window, cos_sin, norms)
         return self.run(Heads(query, key, value), kv, batch, call)

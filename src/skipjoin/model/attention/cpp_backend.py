@@ -16,7 +16,7 @@ from skipjoin.model.ops.threads import threads_here
 
 
 class CppAttention(AttentionBackend):
-    """Compiled attention. Keys and values of the cache must have equal strides."""
+    """Compiled attention, for equal strides of keys and values."""
 
     name = "cpp"
 

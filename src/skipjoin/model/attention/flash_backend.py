@@ -51,10 +51,9 @@ class _Index:
 
 
 class FlashAttention(TritonAttention):
-    """Attention by FlashAttention 3, an optional library for Hopper GPUs.
+    """FlashAttention 3, for Hopper GPUs. Triton writes the KV, and attends where it lacks an option, a size or a type.
 
-    Triton writes the KV, and attends for caps, sinks, other sizes and types, and reversed segments. Index values are
-    used on the device alone, so that a CUDA graph can replay a forward pass.
+    Index values are only read on the device, so that a CUDA graph can replay a forward pass.
     """
 
     name = "flash"

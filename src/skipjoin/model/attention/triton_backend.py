@@ -51,10 +51,10 @@ class _Plan:
 
 
 class TritonAttention(AttentionBackend):
-    """Triton attention for equal strides of keys and values, and heads up to 256 values.
+    """Triton attention for equal strides of keys and values, and heads of up to 256 values.
 
-    Kernels and grids do not depend on the contents of index tensors, so a CUDA graph can replay a batch of decodes.
-    With `invariant`, all batches use the same sizes, so that a sequence's result does not depend on the others.
+    Kernels and grids do not depend on index tensors, so a CUDA graph can replay decodes. With `invariant`, all batches
+    use the same sizes, so that a sequence's result does not depend on the others.
     """
 
     name = "triton"
@@ -107,7 +107,7 @@ class TritonAttention(AttentionBackend):
     def tune(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
-        """Measure kernel sizes and keep them on disk. Must not run in a capture, and takes up to 2 GiB."""
+        """Measure kernel sizes and keep them on disk. Takes up to 2 GiB, and must not run in a capture."""
         if device.type == "cuda" and not self._invariant:
             kv_heads = len(shard.kv_heads(config))
             card, group = _card(device), len(shard.heads(config)) // kv_heads

@@ -52,9 +52,10 @@ def apply_experts(
 def _window_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **ignored: Any
 ) -> torch.Tensor:
-    """Replace a mask by a tensor of one number, its window.
+    """Return a tensor of the mask's window instead of the mask.
 
-    It is 0 for a causal mask without a window, `OTHER_MASK` minus the size for chunks, and `OTHER_MASK` for others.
+    It is the size, or 0 for a causal mask without one, `OTHER_MASK` minus the size for chunks, and `OTHER_MASK` for
+    others.
     """
     with torch.device("cpu"):
         _without_padding(mask_function)

@@ -1,7 +1,7 @@
-"""Layers of transformers with a state instead of KV: their functions, by `RecurrentOps`.
+"""Layers of transformers with a state instead of KV.
 
-Modeling code projects, gates and normalizes rows. The functions that it calls for what reads other tokens are replaced
-while a model of ours runs, so that the state is in the slots of the requests.
+Modeling code projects, gates and normalizes rows. The functions by which it reads other tokens are replaced by
+`RecurrentOps` while a model of ours runs, so that the state is in the slots of the requests.
 """
 
 from __future__ import annotations
@@ -264,8 +264,6 @@ BLOCK_PRODUCTS = "skipjoin_products"
 
 
 class MixingRecorder:
-    """Records the shape of the state in place of `SlotMixing`."""
-
     def __init__(self) -> None:
         self.shape = StateShape()
 

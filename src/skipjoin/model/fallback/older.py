@@ -1,4 +1,4 @@
-"""Attention of older modeling code in transformers, which calls no interface, with ours in its place."""
+"""Our attention in older modeling code of transformers, which calls no interface."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Call = Callable[..., Any]
 
 
 def register(config: Any) -> None:
-    """Add our names to the table from which classes of this type choose their module of attention."""
+    """Register our attention for classes of this type."""
     model_type = config.model_type
     if model_type == "doge" and config.is_moe:
         raise ModelError("its code chooses the experts of a token by scores of other tokens of the batch")
@@ -112,8 +112,8 @@ def with_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries and keys, [heads, T, dim], with dimensions whose products are slope * position of the key (ALiBi).
 
-    The bias of ALiBi is slope * (position of the key - position of the query), of which the second part is the same for
-    all keys, and changes no softmax. `slopes` are divided by the scale of the scores.
+    ALiBi also subtracts slope * position of the query, which changes no softmax. `slopes` are divided by the scale of
+    the scores.
     """
     high = slopes.to(query.dtype)
     low = (slopes - high.float()).to(query.dtype)

@@ -55,7 +55,7 @@ def version() -> str:
 def find(names: list[Any], model_type: str | None) -> str | None:
     """Return the first of the architectures that transformers has as a causal decoder, or None.
 
-    Of a model that also sees or hears, it is the language model's.
+    If the model also sees or hears, this is its language model's.
     """
     known = _known()
     # Others that also see or hear have a language model of another architecture, which their `text_config` names.

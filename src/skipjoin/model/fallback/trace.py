@@ -51,10 +51,10 @@ class Attention(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """Operations of a model of transformers, as recorded while it ran without data.
+    """Operations of a model of transformers, recorded while it ran without data.
 
     Attributes:
-        products: Names of matrices that are used in matrix products alone, except those of embeddings.
+        products: Names of matrices that are used in matrix products only, except those of embeddings.
         transposed: Products whose matrix has the shape [in, out].
         widened: Products that the model computes in float32.
         left: Products whose matrix is the left operand, and which do not add the bias of their module.
@@ -115,7 +115,7 @@ def without(kind: type[Any], parts: tuple[str, ...]) -> type[Any]:
 def settle(model: Any) -> None:
     """Keep the rotary frequencies of short contexts, which would otherwise depend on the longest one of a batch.
 
-    Models also look for padding, with a warning, unless there is no token for it.
+    Also remove the padding token, for which models would look, with a warning.
     """
     with suppress(Exception):  # types of some configurations require one, of models that do not look
         model.config.pad_token_id = None

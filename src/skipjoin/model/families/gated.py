@@ -113,7 +113,6 @@ def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: b
 
 
 def norms_before(builder: Builder, name: str) -> tuple[Norm, Norm]:
-    """Return the norms before a layer's attention and its MLP."""
     return builder.rms_norm(f"{name}.input_layernorm"), builder.rms_norm(f"{name}.post_attention_layernorm")
 
 

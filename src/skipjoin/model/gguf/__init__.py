@@ -1,1 +1,1 @@
-"""Models in GGUF files: headers, settings, tokenizers and weights."""
+"""Models in GGUF files."""

@@ -1,5 +1,3 @@
-"""How files of one architecture name tensors, and order their rows."""
-
 from __future__ import annotations
 
 import re

@@ -1,7 +1,7 @@
 """Reader of GGUF headers. Files are untrusted: each size is checked against the file before anything is allocated.
 
-The reader of the package `gguf` makes an array object of each token, which takes seconds, and follows a damaged count
-beyond the end of the file, without end.
+The reader of the package `gguf` takes seconds, as it makes an array object of each token, and follows a damaged count
+beyond the end of the file.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """Header of a model: one file, or the parts of a split one, whose metadata are those of the first part."""
+    """Header of a model: of one file, or of the parts of a split one, whose first part has the metadata."""
 
     path: Path
     metadata: Mapping[str, Any]

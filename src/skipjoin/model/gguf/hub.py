@@ -43,7 +43,7 @@ def _tag(stem: str) -> str:
 
 
 def models_of(folder: Path, files: Iterable[Path]) -> Iterator[tuple[str, Path, list[Path]]]:
-    """Yield what follows the id of each cached model, its path, and the files of a GGUF model."""
+    """Yield the suffix of each cached model's id, its path, and the files of a GGUF model."""
     names = [str(file.relative_to(folder)) for file in files]
     tags = {} if any(name.endswith(".safetensors") for name in names) else tags_of(names)
     for tag, parts in tags.items():

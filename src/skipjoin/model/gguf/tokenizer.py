@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files, made of their vocabulary and merges.
 
-transformers' converter splits text as GPT-2 does for each scheme that it does not know, such as SmolLM2's, without
-saying so. Here, an unknown scheme is refused.
+transformers' converter silently splits text as GPT-2 does for schemes that it does not know, such as SmolLM2's. Here,
+an unknown scheme is refused.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Scheme(NamedTuple):
 
     Attributes:
         keeps_words: A word that is a token is that token, whatever the merges.
-        composes: Text is brought into Unicode's composed form (NFC) first.
+        composes: Text is first normalized to NFC.
     """
 
     split: Callable[[], pre_tokenizers.PreTokenizer]

@@ -1,5 +1,3 @@
-"""Numbers in the metadata of GGUF files that change what a model computes, and that no model here has."""
-
 from __future__ import annotations
 
 import math

@@ -168,7 +168,7 @@ class GgufWeights(Weights):
 
 
 class _Rows(NamedTuple):
-    """Rows of tensors of a file; `order` says which, one tensor after the other, those of a checkpoint's tensor are.
+    """Rows of a file's tensors, concatenated; `order` maps the rows of a checkpoint's tensor to them.
 
     Rows of a vector are its numbers. `places` has the column of each column, or None for the same.
     """

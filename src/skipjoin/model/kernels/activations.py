@@ -75,7 +75,7 @@ def bias_and_activation_kernel(
 
 
 def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Compute activation(x + bias) in place, in float32. Fused as in ALISE section 3.3."""
+    """Compute activation(x + bias) in place, in float32 (ALISE section 3.3)."""
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](
         x, x if bias is None else bias, width, x.stride(0),

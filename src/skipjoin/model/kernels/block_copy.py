@@ -1,5 +1,3 @@
-"""Copies of many small blocks between pools in one launch; one pool may be in page-locked CPU memory."""
-
 from __future__ import annotations
 
 import torch
@@ -71,8 +69,9 @@ def _copy_slots(
 def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) -> None:
     """Copy slots of `source` to the same slots of `target`, for all heads, on the current stream.
 
-    Pools are contiguous [blocks, heads, block_size, head_dim]. Both may be one if no block is both read and written.
-    Spans are target blocks, source blocks, first slots and counts, int64 [4, n] on the device, not checked.
+    Pools are contiguous [blocks, heads, block_size, head_dim], on the device or page-locked. They may be the same if no
+    block is both read and written. Spans are target blocks, source blocks, first slots and counts, int64 [4, n] on the
+    device, not checked.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"blocks of {source.dtype} {source.shape[1:]} do not fit {target.dtype} {target.shape[1:]}")

@@ -122,8 +122,8 @@ def _dequantize(
 class TritonQuantizer(StagedQuantizer):
     """Triton quantizer on the current stream. The CPU pool must be page-locked, or on the device.
 
-    The GPU's copy engines copy large rows, because kernels that wait for the link slow concurrent steps down. Kernels
-    read and write small rows in CPU memory, since queueing a copy of each would take longer.
+    Copy engines move large rows, because kernels that wait for the link slow concurrent steps down. Kernels access
+    small rows in CPU memory, since queueing a copy of each would take longer.
     """
 
     def quantize(

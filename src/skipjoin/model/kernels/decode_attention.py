@@ -1,7 +1,7 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are split into chunks by its own length and a least size. With one size for all batches, results
-do not depend on the batch.
+A sequence's keys are split into chunks by its own length, and with one chunk size for all batches, so that results do
+not depend on the batch.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _decode(
     adjacent. A sequence with one chunk is written to `out`, partial results to `sums` and `stats`.
 
     Args:
-        DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
-            softmax per row, so that threads exchange data only at the end.
+        DOT: Compute scores with tensor cores. Otherwise, for a group of one, use one softmax per row, so that threads
+            exchange data only at the end.
         STAGES: Tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop option
             would also delay loads of the block table.
     """

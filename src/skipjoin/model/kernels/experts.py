@@ -1,7 +1,7 @@
 """Products of experts: rows are sorted by expert, and a program multiplies some of them by some of its weights.
 
-Tiles depend on the weights alone, so that the bits of a row do not depend on the batch. Nothing is read on the CPU, so
-that CUDA graphs can replay the products.
+Tiles depend on the weights only, so that a row's bits do not depend on the batch. The CPU reads nothing, so that CUDA
+graphs can replay the products.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def normalize(
     Args:
         x: Shape [n, width], or [n, heads, width] contiguous in the last dimension.
         centre: Normalize by mean and variance instead of the root mean square.
-        product: Contiguous; added to `x` first, in place.
+        product: Contiguous; added to `x` in place first.
     """
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows, width = x.shape[0] * heads, x.shape[-1]

@@ -61,7 +61,7 @@ def token_rows(
 ) -> tl.tensor:  # fmt: skip
     """Return element offsets of tokens in a layer's cache, with `slot_step` elements between consecutive slots.
 
-    Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
+    Tokens after `last` get its row, whose values are finite, so that loads need no mask.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step

@@ -142,8 +142,8 @@ def _prefill(
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bool = True) -> list[dict[str, int]]:
     """Return candidate sizes, the default first; `rows` are queries of the longest segment times heads of a group.
 
-    With `wgmma`, products read their operands from shared memory, as on compute capability 9.0. Otherwise operands
-    are in registers too, and the same tiles would spill.
+    With `wgmma` (compute capability 9.0), products read operands from shared memory. Otherwise operands are in
+    registers, and the same tiles would spill.
     """
     if itemsize > 2:  # exact products without tensor cores
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]

@@ -1,4 +1,4 @@
-"""Batch-invariant matrix products: one tile size and one order of additions for all batches."""
+"""Batch-invariant matrix products: one tile size and order of additions for all batches."""
 
 from __future__ import annotations
 

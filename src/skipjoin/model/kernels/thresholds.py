@@ -1,5 +1,3 @@
-"""Thresholds of top_k and top_p, found without a sort and without the CPU."""
-
 from __future__ import annotations
 
 import torch

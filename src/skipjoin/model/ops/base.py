@@ -103,8 +103,8 @@ class WholeText(NamedTuple):
     """How all tokens of a text attend to each other; `cos_sin` is as of `AttentionBackend.attend`.
 
     Attributes:
-        window: Largest distance of two tokens of which one attends to the other; 0 for any.
-        by_distance: From the function of this name.
+        window: Largest distance between a token and one that it attends to; 0 for any.
+        by_distance: Result of the function `by_distance`.
     """
 
     scale: float
@@ -168,10 +168,10 @@ class LayerOps(Protocol):
     def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
         """Attend from every token of a segment to every other; return [T, heads * head_dim].
 
-        Queries and keys are rotated, perhaps in place. A row's bits do not depend on other segments.
+        Queries and keys may be rotated in place. A row's bits do not depend on other segments.
         """
         ...
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
-        """Return a function with bitwise the result of these layers and then `norm`, or None if that gains nothing."""
+        """Return a function with the bits of these layers and then `norm`, or None if that gains nothing."""
         ...

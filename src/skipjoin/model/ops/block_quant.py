@@ -52,7 +52,6 @@ class StagedQuantizer(ABC):
     def quantize(
         self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
-        """Quantize blocks to the CPU tier; the last has `last` tokens."""
         for at, end in _parts(host, len(source)):
             tokens = last if end == len(source) else host.shape[1]
             rows = self.to_rows(host, device, source[at:end], tokens)

@@ -45,7 +45,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def must_compile() -> bool:
-    """Return whether `load_library` will compile, which takes up to a minute."""
+    """Return whether `load_library` will compile, for up to a minute."""
     if shipped():
         return False
     try:
@@ -87,9 +87,9 @@ def _sources_of_libraries() -> list[Callable[[], Path]]:
 
 
 def declare(function: Any, *arguments: type, returns: type | None = None) -> Callable[..., Any]:
-    """Say once what a compiled function takes and returns.
+    """Declare once what a compiled function takes and returns.
 
-    Another time would free what calls of other threads are converting their arguments by.
+    Declaring again would free converters that calls of other threads use.
     """
     with _DECLARING:
         if function.argtypes is None:

@@ -1,6 +1,6 @@
 """Choice of a library's multiplication kernel ("way") for a weight, measured once per shape and cached.
 
-The ways round differently, so a weight keeps its way, in later processes too as long as the file exists.
+Ways round differently, so a weight keeps its way, in later processes too as long as the file exists.
 """
 
 from __future__ import annotations

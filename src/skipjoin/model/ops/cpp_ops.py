@@ -41,8 +41,6 @@ from skipjoin.system.container import usable_cpus
 
 
 class CppExperts:
-    """Experts in one call of compiled code, which reads the weights of chosen ones only."""
-
     def __init__(
         self, up: Sequence[CompiledLinear], down: Sequence[CompiledLinear], per_row: int, *, among: bool, scale: float
     ) -> None:

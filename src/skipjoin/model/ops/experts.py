@@ -8,7 +8,6 @@ from skipjoin.model.ops.base import Linear, Norm, Routed
 
 
 def route(logits: torch.Tensor, per_row: int, *, among: bool, scale: float = 1.0) -> Routed:
-    """See `LayerOps.experts`."""
     # `topk` leaves open which of equal numbers it returns.
     numbers = logits.float()
     ordered, chosen = numbers.sort(dim=-1, descending=True, stable=True)

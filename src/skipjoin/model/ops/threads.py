@@ -1,4 +1,4 @@
-"""Thread count of compiled operations, one setting per calling thread, as in torch."""
+"""Thread count of compiled operations, set per calling thread as in torch."""
 
 from __future__ import annotations
 

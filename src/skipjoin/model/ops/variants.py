@@ -1,4 +1,4 @@
-"""Sources, flags and processor variants of compiled operations. The build of wheels reads this file alone."""
+"""Sources, flags and processor variants of compiled operations. Building a wheel reads only this file."""
 
 from __future__ import annotations
 

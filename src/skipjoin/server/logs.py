@@ -1,7 +1,4 @@
-"""Logging to standard error, in one format for all processes of the server.
-
-A record's fields are in `extra={"fields": {...}}`.
-"""
+"""Logging to standard error, in one format for all processes; `extra={"fields": {...}}` has a record's fields."""
 
 from __future__ import annotations
 

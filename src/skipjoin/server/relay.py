@@ -34,8 +34,6 @@ _TYPES = ("application/json", "text/event-stream")
 
 
 class Upstream:
-    """One server. Its key replaces the browser's."""
-
     def __init__(self, session: aiohttp.ClientSession, url: str, api_key: str | None) -> None:
         self._session = session
         self.url = url
@@ -90,7 +88,7 @@ async def _pieces(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, Non
 def run_console(config: ServerConfig, servers: Mapping[str, str | None]) -> None:
     """Serve the console until a signal ends it.
 
-    `servers` are keys by URL, which only browsers of this machine use. Others send their own.
+    `servers` has keys by URL, for browsers of this machine only. Others send their own.
     """
     logs.configure("warning", "text")
     (listener,) = open_listeners(config)

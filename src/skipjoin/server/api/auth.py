@@ -147,10 +147,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class Viewer(NamedTuple):
-    """What a key may see: requests of `owner` (None: all), and figures over all keys.
-
-    From the changes of such totals one could tell the lengths of a request.
-    """
+    """What a key may see: requests of `owner` (None: all), and figures over all keys, which reveal others' lengths."""
 
     key: str
     owner: str | None

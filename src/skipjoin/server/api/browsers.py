@@ -31,7 +31,7 @@ _MAX_AGE_S = 600
 class SiteRules(NamedTuple):
     """Accepted hosts and origins, None for any.
 
-    No other site can have localhost or an IP address, so these hosts are always accepted.
+    localhost and IP addresses are always accepted hosts, because no other site can have them.
     """
 
     hosts: frozenset[str] | None
@@ -88,7 +88,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def json_body(request: Request, *, has_any_type: bool = False) -> bytes:
-    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without CORS.
+    """Return a JSON body, or raise 415: pages of other sites cannot send that type without CORS.
 
     With `has_any_type`, clients without an origin may send another one.
     """

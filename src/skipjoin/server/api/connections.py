@@ -66,8 +66,8 @@ class Account:
 class Connections:
     """Open connections of a server.
 
-    A connection waits while its client has to send. If there are too many, the longest waiting one of the address or
-    key with the most of these is closed.
+    If there are too many, the address or key with the most connections that wait for their client loses the one that
+    has waited longest.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -279,7 +279,7 @@ class SlowReaderWatch:
 
 
 class HalfClosedWatch:
-    """Distinguishes a client that only sends nothing more from one that has disconnected.
+    """Distinguishes a client that has closed its sending side from one that has disconnected.
 
     The latter resets the connection at the next bytes, which `provoke` sends.
     """

@@ -64,7 +64,6 @@ async def recorded_load(service: Service, owner: str | None, since_s: float) -> 
 
 
 def _clock_difference(now: float, engine_now: float) -> float:
-    """Return 0 on this machine, whose processes share one clock."""
     return 0.0 if abs(now - engine_now) <= TIMEOUT_S else now - engine_now
 
 

@@ -150,7 +150,6 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def final(status: int, message: str, code: str) -> ApiError:
-    """Return an error that a retry would meet again."""
     return ApiError(status, message, code=code, headers={"x-should-retry": "false"})
 
 

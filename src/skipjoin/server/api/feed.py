@@ -1,7 +1,7 @@
 """Server-sent events for consoles, which share snapshots.
 
-Without a listener none is taken, otherwise one per second, or fewer if they took more than `MAX_SHARE` of the time
-of a process. A listener that reads slowly skips snapshots.
+While anyone listens, one is taken per second, or fewer to stay within `MAX_SHARE` of the time of a process. A slow
+listener skips snapshots.
 """
 
 from __future__ import annotations

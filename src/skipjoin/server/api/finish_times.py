@@ -1,5 +1,3 @@
-"""Predictions of when the queue moves on."""
-
 from __future__ import annotations
 
 import math
@@ -123,8 +121,8 @@ _MIN_S = 1e-6
 class QueueWaits:
     """Estimates waits from the position in the queue and its pace, so that 80 % of actual waits are covered.
 
-    The estimate is a quantile of recent waits relative to position times pace. It rises when a wait exceeds its
-    estimate, and falls otherwise, so the share holds however the load changes.
+    The estimate is a quantile of recent waits relative to position times pace. It rises when a wait exceeds it, and
+    falls otherwise, so that the share holds under any load.
     """
 
     def __init__(self) -> None:

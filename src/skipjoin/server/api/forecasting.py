@@ -42,7 +42,7 @@ class Expectation:
     """Expected output length of one prompt, which may be revised. Used on the event loop.
 
     Attributes:
-        has_started: Whether a request of the prompt ran at an engine before the forecast arrived.
+        has_started: Whether a request of the prompt ran before the forecast arrived.
     """
 
     forecast: Forecast | None = None
@@ -110,7 +110,7 @@ class _Question(NamedTuple):
 
 
 class Forecasting:
-    """Makes expectations with a forecaster in its own thread. Create it on the event loop."""
+    """Forecaster in a thread of its own. Create it on the event loop."""
 
     def __init__(self, keeper: ForecastKeeper, metrics: Metrics, ask: AskFor | None = None) -> None:
         self._keeper = keeper

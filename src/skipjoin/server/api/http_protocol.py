@@ -29,8 +29,6 @@ _UNREAD_S = 1.0
 
 
 class _Trailers(list[tuple[bytes, bytes]]):
-    """Drops trailers, in place of uvicorn's list of headers."""
-
     def append(self, header: tuple[bytes, bytes]) -> None: ...
 
 

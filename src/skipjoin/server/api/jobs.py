@@ -76,7 +76,7 @@ class Origin:
 class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
-    `choices` are grouped by prompt. `keep` stores the response before the client gets the end of it.
+    `choices` are grouped by prompt. `keep` stores the response before the client gets its end.
     """
 
     choices: list[Choice]

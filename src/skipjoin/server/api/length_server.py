@@ -1,5 +1,3 @@
-"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2)."""
-
 from __future__ import annotations
 
 import asyncio

@@ -47,7 +47,7 @@ class QueuePlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AdmissionSlot:
-    """Slot of one sequence from its admission to its end. All methods are idempotent."""
+    """Slot of one sequence from admission to end. All methods are idempotent."""
 
     _admission: Admission
     tokens: int

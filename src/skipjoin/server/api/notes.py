@@ -28,7 +28,6 @@ class Note:
 
 
 def note_of(scope: Scope) -> Note:
-    """Return the note, a dummy if requests are not logged."""
     found: Note = scope.get("state", {}).get(_NOTE) or Note()
     return found
 

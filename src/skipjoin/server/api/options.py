@@ -41,7 +41,7 @@ def request_options(
 def program_of(
     body: RequestBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
 ) -> ProgramId | None:
-    """Equal names of two keys are two programs.
+    """Return the program of a request; equal names of two keys are two programs.
 
     Raises:
         ApiError: 400 if the header `x-program-id` is invalid.

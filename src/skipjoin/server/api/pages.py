@@ -1,5 +1,3 @@
-"""Static files for browsers, which need no key."""
-
 from __future__ import annotations
 
 import hashlib

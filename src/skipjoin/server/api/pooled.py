@@ -1,5 +1,3 @@
-"""Embeddings and scores, through the same queue as generation."""
-
 from __future__ import annotations
 
 import base64
@@ -34,8 +32,6 @@ _AT_ONCE = 32
 
 
 class VectorChoice(Choice):
-    """Vector of one text, or score of one pair."""
-
     vector = b""
 
     def take(self, output: Output) -> str:
@@ -51,8 +47,6 @@ class VectorChoice(Choice):
 
 
 class PooledFormat(Format):
-    """Format of a response that is never streamed."""
-
     prefix: str
 
     def __init__(self, service: Service, body: Any, options: RequestOptions) -> None:

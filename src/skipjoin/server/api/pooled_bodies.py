@@ -1,5 +1,3 @@
-"""Bodies of endpoints that return vectors and scores, as of OpenAI, Jina, Cohere and vLLM."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -38,7 +36,7 @@ class EmbeddedBody(PooledBody):
     @property
     @abstractmethod
     def inputs(self) -> list[str | list[int]]:
-        """Texts, or token ids."""
+        pass
 
 
 class EmbeddingRequest(EmbeddedBody):

@@ -139,7 +139,6 @@ class RequestBody(Body):
 
     @property
     def session(self) -> str | None:
-        """Name of the session of calls that the body belongs to."""
         return None
 
     @property

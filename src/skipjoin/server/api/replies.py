@@ -62,7 +62,6 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Return the result of `work`, or cancel it and raise `ClientDisconnect`."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnection(receive))
     watcher.add_done_callback(lambda _: task.cancel())
@@ -94,7 +93,7 @@ async def cancel_request(request: Request, name: str) -> Response:
 
 
 class JsonReply(Response):
-    """JSON response, one piece of which is buffered for a client that does not read.
+    """JSON response, of which one piece is buffered for a slow client.
 
     `on_end` is called after the last byte was passed on, or sending failed.
     """

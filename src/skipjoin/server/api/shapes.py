@@ -1,6 +1,7 @@
 """Structural check of large bodies before validation.
 
-pydantic reports all errors: 4 MB of unknown fields block the interpreter for half a second. msgspec stops at the first.
+pydantic reports all errors, and 4 MB of unknown fields would block the interpreter for half a second. msgspec stops at
+the first.
 """
 
 from __future__ import annotations

@@ -29,4 +29,4 @@ class ResponseStore(Protocol):
     async def items(self, owner: str, ids: Collection[str]) -> Mapping[str, dict[str, Any]]: ...
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        """Return whether the response existed."""
+        pass

@@ -11,7 +11,6 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 def may_compile(body: RequestBody) -> bool:
-    """Return whether a body may have a constraint."""
     fields = ("response_format", "structured_outputs", "tools", *(f"guided_{name}" for name in _GUIDED))
     asked = getattr(body, "chat", body)  # of bodies that are converted
     return any(getattr(asked, field, None) is not None for field in fields)

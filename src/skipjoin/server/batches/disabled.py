@@ -10,8 +10,6 @@ from skipjoin.server.api.errors import ApiError
 
 
 class NoBatches:
-    """Answers requests for files and batches with 404 and the reason."""
-
     live_requests = 0
     is_enabled = False
 

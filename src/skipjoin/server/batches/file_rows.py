@@ -45,7 +45,7 @@ class FileRows:
     ) -> tuple[list[records.FileRow], bool]:
         """Return files in order of creation, and whether there are more.
 
-        After a file that is gone, the first page follows, so that clients may delete page by page.
+        After a deleted file, the first page follows, so that clients may delete page by page.
         """
         shown = self._is_visible(owner)
         if purpose is not None:

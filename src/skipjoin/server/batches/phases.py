@@ -1,5 +1,3 @@
-"""Validation and finalization of batches."""
-
 from __future__ import annotations
 
 import asyncio
@@ -130,7 +128,7 @@ class InputValidator:
 class OutputFinalizer:
     """Finalizer of batches that are complete, expired or cancelled.
 
-    All steps can be repeated after a crash: the transaction that ends a batch comes last.
+    A crash may repeat all steps: the transaction that ends a batch comes last.
     """
 
     store: Store

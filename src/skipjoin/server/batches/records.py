@@ -119,8 +119,6 @@ class ResponseRow:
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """Number from 1, offset and length in bytes without the newline."""
-
     number: int
     custom_id: str
     offset: int

@@ -28,8 +28,6 @@ MetadataValue = Annotated[str, Field(max_length=_LONGEST_VALUE)]
 
 
 class ExpiresAfter(Body):
-    """Expiry of output and error files."""
-
     anchor: Literal["created_at"]
     seconds: Annotated[int, Integer(_SHORTEST_S, _LONGEST_S)]
 

@@ -1,8 +1,7 @@
 """Durable store of files, batches, lines, results and responses in SQLite or PostgreSQL.
 
-A running line, and a batch in validation or finalization, belong to a row in the table of servers: on PostgreSQL a
-lease of `LEASE_S` by the database's clock, on SQLite the folder's lock. A result counts only for the current attempt
-of its line.
+Running lines, and batches in validation or finalization, belong to a row in the table of servers: on PostgreSQL a lease
+of `LEASE_S` by the database's clock, on SQLite the folder's lock. A result counts only for the current attempt.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class Store:
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
-        """Open and migrate the database.
+        """Open and migrate the database: `url` (postgresql://...), or SQLite in the folder of the files.
 
-        Servers can share a `url` (postgresql://...) and the folder of the files. Without one, SQLite is in that folder.
+        Servers with one `url` can share the folder.
 
         Raises:
             FolderLocked: If another server holds the folder.
@@ -118,9 +117,9 @@ class Store:
             self._lock.close()
 
     async def renew(self) -> frozenset[tuple[str, int, int]]:
-        """Renew this server's lease, and return the keys of lines still held here.
+        """Renew this server's lease, and return the keys of lines still held here; stop all others.
 
-        Call every few seconds, and stop all other lines, whose results are ignored.
+        Call it every few seconds.
         """
         if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()

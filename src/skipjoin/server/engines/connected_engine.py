@@ -109,7 +109,6 @@ class EngineAdapters:
             engine.send(messages.UnloadAdapter(number))
 
     def repeat(self, engine: ConnectedEngine, numbers: Iterator[int]) -> None:
-        """Make the changes at an engine that joins."""
         for adapter in self._added.values():
             engine.send(messages.LoadAdapter(next(numbers), adapter))
         for removed in self._removed:

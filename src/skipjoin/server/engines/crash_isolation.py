@@ -25,7 +25,7 @@ class CrashIsolation:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, sequence: EngineSequence) -> bool:
-        """Return whether `sequence` may be submitted now. Otherwise hold it."""
+        """Return whether `sequence` may be submitted now, or hold it."""
         if not sequence.stuck:
             return True
         if self._trial is not None:

@@ -49,8 +49,8 @@ class EngineLoad(NamedTuple):
 class EngineClient:
     """Submits sequences to engines, and moves them to another engine after a crash.
 
-    A moved sequence continues after the tokens that it has. It waits up to `patience_s` for an engine. `dead` is True
-    if no engine runs and none will start.
+    A moved sequence continues after its tokens, and waits up to `patience_s` for an engine. `dead` is True if no engine
+    runs and none will start.
     """
 
     def __init__(

@@ -35,8 +35,6 @@ class EngineStartError(RuntimeError):
 
 
 class EngineHandle:
-    """Engine process that is a child of this process."""
-
     def __init__(
         self,
         client: EngineClient,

@@ -1,5 +1,3 @@
-"""Main loop of the engine process, without torch."""
-
 from __future__ import annotations
 
 import ctypes
@@ -128,7 +126,7 @@ class EngineServer:
         self._stopping = False
 
     def send(self, message: messages.FromEngine) -> None:
-        """Queue a message without blocking. Without a connection it is lost."""
+        """Queue a message without blocking; without a connection it is lost."""
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:

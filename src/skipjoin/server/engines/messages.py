@@ -163,8 +163,8 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """Start or result of one engine step.
 
-    `started` requests run for the first time, with `cached` hit tokens; they are sent before the step runs. `details`
-    are by index into `ids`. `errors` are for clients. `refused` requests exceed a limit.
+    `started` requests, sent before the step, run for the first time, with `cached` hit tokens. `details` are by index
+    into `ids`. `errors` are for clients. `refused` requests exceed a limit.
     """
 
     ids: list[int] = []
@@ -178,10 +178,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
-    """Log-probabilities of the next prompt tokens, before the first output token.
-
-    A few hundred tokens each, so that none takes long to decode.
-    """
+    """Log-probabilities of a few hundred next prompt tokens, before the first output token."""
 
     id: int
     scores: list[TokenLogprob]
@@ -275,10 +272,9 @@ class RequestGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
-    """Reply to `DescribeRequests`. Times are on the engine's clock.
+    """Reply to `DescribeRequests`, with times on the engine's clock.
 
-    `seconds` is the CPU time of the reply, and `between_steps_s` the mean time between steps that `cost` does not
-    contain.
+    `seconds` is the CPU time of the reply, and `between_steps_s` the mean time between steps outside of `cost`.
     """
 
     id: int
@@ -304,8 +300,6 @@ class HistoriesFound(msgspec.Struct, frozen=True, tag="histories", array_like=Tr
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded", array_like=True):
-    """Reply to `LoadAdapter`, with why the adapter is not loaded."""
-
     id: int
     error: str = ""
 

@@ -1,5 +1,3 @@
-"""Export of request spans over OTLP/HTTP, which needs OpenTelemetry."""
-
 from __future__ import annotations
 
 import gzip
@@ -57,7 +55,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class SpanSender(Generic[SpansT]):
-    """Posts spans once per second in a thread. Those that the collector does not take in time are dropped.
+    """Posts spans once per second in a thread, and drops those that the collector does not take in time.
 
     OpenTelemetry's variables for headers, certificates, compression and timeout apply.
     """

@@ -1,5 +1,3 @@
-"""Bodies that become chat requests."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -110,9 +108,9 @@ def only_type(tool: Any) -> Any:
 
 
 def hosted_kind(tool: Any, prefixes: tuple[str, ...]) -> str | None:
-    """Return the type of a tool that a provider's server runs. Agents offer them to every server.
+    """Return the type of a tool that a provider's server runs.
 
-    Beside functions they are left out; alone they are refused.
+    Agents offer them to every server. They are ignored beside functions, and refused alone.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     return kind if isinstance(kind, str) and kind.startswith(prefixes) else None
@@ -130,7 +128,6 @@ class Turns:
         self.messages.append(Message.model_construct(role=role, content=content, **more))
 
     def think(self, text: str) -> None:
-        """Add reasoning, which begins a turn after anything else."""
         turn = self._turn
         if turn is None or turn.content is not None or turn.tool_calls:
             turn = self.begin()

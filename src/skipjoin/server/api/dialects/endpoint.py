@@ -44,8 +44,6 @@ class Change(NamedTuple):
 
 
 class Segments:
-    """Segments of one message, however its text was cut."""
-
     def __init__(self) -> None:
         self.found: list[Segment] = []
         self._open: Segment | None = None
@@ -122,8 +120,6 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
 
 
 class ConvertedFormat(Format):
-    """Format of one message in segments; see `generation.Format`."""
-
     prefix: str
 
     def __init__(self, service: Service, body: ConvertedBody) -> None:

@@ -1,5 +1,3 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's messages."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

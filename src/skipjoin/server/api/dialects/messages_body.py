@@ -1,5 +1,3 @@
-"""Body of POST /v1/messages, Anthropic's format."""
-
 from __future__ import annotations
 
 import json
@@ -309,7 +307,6 @@ class MessagesRequest(ConvertedBody):
 
 
 def _functions(tools: list[Any] | None) -> dict[str, _InputTool]:
-    """Return the tools that the client runs by their fields."""
     return {f"tools.{n}": tool for n, tool in enumerate(tools or ()) if isinstance(tool, _InputTool)}
 
 

@@ -1,5 +1,3 @@
-"""Ollama's endpoints."""
-
 from __future__ import annotations
 
 import time
@@ -68,8 +66,6 @@ def _loaded(endpoint: Endpoint[Any], body: RequestBody, answer: Mapping[str, Any
 
 
 class OllamaFormat(ConvertedFormat):
-    """Each event is a line of JSON."""
-
     prefix = "ollama-"
 
     def __init__(

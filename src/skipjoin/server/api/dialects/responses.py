@@ -1,5 +1,3 @@
-"""POST /v1/responses: OpenAI's responses."""
-
 from __future__ import annotations
 
 import time

@@ -150,7 +150,7 @@ class ResponsesRequest(ConvertedBody):
     def shortened(self, count: int) -> ChatRequest | None:
         """Return `chat` without the `count` oldest turns, or None if none would be left.
 
-        System messages stay. A call goes with its results.
+        System messages stay, and a call goes with its results.
         """
         begins = [n for n, message in enumerate(self.chat.messages) if message.role not in (*_SYSTEM, "tool")]
         if count >= len(begins):
@@ -164,7 +164,6 @@ class ResponsesRequest(ConvertedBody):
         return function is not None and function.is_custom
 
     def called(self, name: str) -> dict[str, str]:
-        """Return name and namespace of a function by its full name."""
         function = self.functions.get(name)
         if function is None or function.namespace is None:
             return {"name": name}

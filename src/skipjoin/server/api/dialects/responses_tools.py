@@ -120,7 +120,6 @@ class PlacedFunction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name that models see."""
         return full_name(self.namespace, self.tool.name)
 
     @property

@@ -1,5 +1,3 @@
-"""GET and DELETE of stored responses."""
-
 from __future__ import annotations
 
 from typing import NoReturn

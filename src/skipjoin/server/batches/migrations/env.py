@@ -1,5 +1,3 @@
-"""Alembic environment on the connection of the store."""
-
 from __future__ import annotations
 
 from alembic import context

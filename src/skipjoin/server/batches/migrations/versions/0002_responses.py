@@ -1,5 +1,3 @@
-"""Create the tables of stored responses."""
-
 from __future__ import annotations
 
 import sqlalchemy as sa

@@ -37,7 +37,7 @@ class CopyEngine(Protocol):
 
 
 def copy_engine(device: PagedKV, cpu: PagedKV | SwapPool) -> CopyEngine:
-    """Return the engine of these pools. It compiles its kernels, so that no step waits for them."""
+    """Return the engine of these pools, with its kernels compiled, so that no step waits for them."""
     if isinstance(cpu, SwapPool):
         return QuantizedCopies(device, cpu)
     return StreamedCopies(device, cpu) if device.tensor.is_cuda else HostCopies(device, cpu)
@@ -76,7 +76,7 @@ class OptionalKernel:
 
 
 class StreamedCopies:
-    """Copies between a GPU and CPU memory: runs of blocks by copy engines, or many short runs by one kernel."""
+    """Copies between a GPU and CPU memory, by copy engines or, for many short runs of blocks, one kernel."""
 
     def __init__(self, device: PagedKV, cpu: PagedKV) -> None:
         self._device, self._cpu = device, cpu

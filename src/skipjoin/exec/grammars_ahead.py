@@ -24,10 +24,7 @@ class MaskState(Protocol):
 
 
 class MasksAhead(Protocol):
-    """Compiles grammars of requests, and computes slow masks, outside of the steps.
-
-    A future is running from the time that its work begins.
-    """
+    """Compiles grammars and computes slow masks outside of the steps. A future is running once its work begins."""
 
     def start(self, request: Request) -> Future[Any] | None:
         """Start to compile a request's grammar and its first mask. None if neither takes long."""
@@ -39,15 +36,13 @@ class MasksAhead(Protocol):
 
     def state_of(self, request: Request) -> MaskState | None: ...
 
-    def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
-        """Wait until the first future is done, or all of them."""
-        ...
+    def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None: ...
 
 
 class GrammarsAhead:
     """`MasksAhead` on threads, on which clients take turns. One thread makes all calls except `state_of`.
 
-    `on_begin` is called on one of the threads with each request that they work for.
+    `on_begin` is called on a working thread with each request.
     """
 
     def __init__(self, mask: GrammarMask, on_begin: Callable[[Request], object] = lambda request: None) -> None:
@@ -111,7 +106,7 @@ class GrammarsAhead:
 
 
 def client_of(request: Request) -> str:
-    """Return whose grammars wait for each other. Without shares of capacity, they are those of one API key and salt."""
+    """Return whose grammars wait for each other: without shares of capacity, those of one API key and salt."""
     return request.options.client or request.options.cache_salt
 
 

@@ -69,9 +69,9 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps: one launch instead of hundreds.
+    """CUDA graphs of decode steps, padded to the next size: one launch instead of hundreds.
 
-    Steps are padded to the next size. All ranks must have graphs of the same sizes, or none.
+    All ranks must have graphs of the same sizes, or none.
     """
 
     def __init__(

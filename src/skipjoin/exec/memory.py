@@ -40,7 +40,7 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
     """Measure the device memory that steps need apart from weights and KV; zeros on a CPU.
 
     Permanent memory of the first step (kernels, workspaces) is not counted, so query the free memory afterward. All
-    ranks of a model must call this at the same time.
+    ranks must call this together.
     """
     if model.device.type != "cuda":
         return Peaks()

@@ -25,7 +25,7 @@ class Pooler:
     """Makes vectors of the hidden states that leave a forward pass.
 
     Requests are pooled one by one and in float64, so that no bit depends on the batch. A mean is a sum in the order of
-    positions, kept per block: a prompt that is cut, or continues after an eviction, has the same mean.
+    positions, kept per block, so that chunks and evictions do not change it.
     """
 
     def __init__(self, model: CausalLM, block_size: int) -> None:

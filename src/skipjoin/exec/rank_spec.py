@@ -41,7 +41,7 @@ class RankSpec(NamedTuple):
         attention_width: Query heads of all its layers times the head dimension.
         parameters: Those that a token uses.
         expert_bytes: Part of `weight_bytes` of which a token uses the share `expert_use`.
-        adapter_bytes: By number, of the adapters that were loaded with the model; no part of `weight_bytes`.
+        adapter_bytes: By number, of adapters loaded with the model; no part of `weight_bytes`.
         state_bytes: Of a request's state in layers without KV.
     """
 

@@ -12,7 +12,7 @@ from skipjoin.sampling import TokenLogprob
 class RequestState:
     """State of a request in a worker. Preemption does not change it; a dropped slice leaves a hole in its KV.
 
-    `sums` has the sum of the hidden states of the first tokens, float64, by their number: that of each full block.
+    `sums` has the float64 sums of the hidden states up to each full block, by numbers of tokens.
     """
 
     sampling: SamplingState | None

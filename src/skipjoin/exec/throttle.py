@@ -24,8 +24,8 @@ def copier_for(store: KVStore) -> Copier:
 class ThrottledCopier:
     """Copier whose moves finish no earlier than on a full-duplex link of limited bandwidth.
 
-    Each copy runs at full speed, so the limit holds for the mean. Overlapped moves queue for their direction, and
-    blocking ones go first and delay them. `drain` waits for the steps before a blocking move.
+    Each copy runs at full speed, so only the mean is limited. Overlapped moves queue for their direction, and blocking
+    ones go first and delay them. `drain` waits for the steps before a blocking move.
     """
 
     def __init__(

@@ -58,11 +58,11 @@ class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
     A plan may begin before the previous one is finished. `begin` and `finish` are each called from one thread, in the
-    same order. Only with a single stage can slices await tokens, because the stage that samples must also embed.
+    same order. Slices can await tokens only with one stage, because the stage that samples must also embed.
 
     Args:
-        copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
-            earlier plan's moves still read.
+        copier: Receives overlapped moves only when their plan begins, since they may write blocks that an earlier
+            plan's moves still read.
         limit_of: Returns the state of a request's grammar, if it was started outside of the steps.
     """
 
@@ -286,7 +286,7 @@ class Worker:
     def _score(
         self, selected: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
     ) -> torch.Tensor:
-        """Score prompts a few rows at a time, because logits of a whole prompt may take more memory than the step."""
+        """Score prompts a few rows at a time: logits of a whole prompt may take more memory than the step."""
         batch = self._packed(segments)
         rows = self.model.wanted_rows(batch, self.store.device)
         if not self.model.shard.is_last:

@@ -1,7 +1,7 @@
 """Ray cluster: a private one on this machine, or an existing one.
 
-Ray only places and starts processes. Those of a private cluster listen on loopback and require a generated token.
-Their files are in a folder that no other user can enter.
+Ray only places and starts processes. Those of a private cluster listen on loopback, require a generated token, and have
+their files in a folder that no other user can enter.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _private_settings() -> Iterator[None]:
 
 @contextmanager
 def _without_unused_processes() -> Iterator[None]:
-    """Let Ray start no head node's processes that nothing uses. A Ray that starts them otherwise starts all."""
+    """Keep Ray from starting a head node's unused processes. A Ray that starts them otherwise starts all."""
     try:
         node: Any = import_module("ray._private.node").Node
     except (ImportError, AttributeError):

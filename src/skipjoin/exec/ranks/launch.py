@@ -29,20 +29,18 @@ class StartedRanks(Protocol):
     def nodes(self) -> Sequence[str]: ...
 
     def begin(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Let a rank carry out a method of its `RankHost` or `RankProcess`, at most two at a time."""
+        """Let a rank run a method of its `RankHost` or `RankProcess`, at most two at a time."""
         ...
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-        """Wait until a call has finished, and return those that have and those that have not."""
+        """Wait until a call has finished, and return finished and unfinished ones."""
         ...
 
     def answers(self, calls: Sequence[Any]) -> list[Any]:
-        """Return what the calls return, or raise the first `ModelError` or `RankError` of them."""
+        """Return the results of calls, or raise their first `ModelError` or `RankError`."""
         ...
 
-    def close(self) -> None:
-        """Kill the processes."""
-        ...
+    def close(self) -> None: ...
 
 
 class Launcher(Protocol):

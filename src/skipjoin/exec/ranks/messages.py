@@ -1,7 +1,7 @@
 """Messages between the driver and the ranks, encoded as msgpack.
 
-A message holds what a rank does not know yet of each request. A checksum over this and all earlier messages precedes
-it, so that a rank detects a missed, repeated or reordered one.
+They hold what a rank does not know yet of each request, after a checksum over this and all earlier messages, so that a
+rank detects a missed, repeated or reordered one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True, gc=F
 
 
 class MaskMessage(msgspec.Struct, frozen=True, tag="mask", array_like=True, gc=False):
-    """Order to compute the mask after a request's output outside of the steps; compiles its grammar if that is new."""
+    """Order to compute the mask after a request's output, and its grammar if new, outside of the steps."""
 
     request: int
     new: list[NewRequest] = []

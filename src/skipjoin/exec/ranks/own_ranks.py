@@ -29,8 +29,6 @@ _CARDS = "CUDA_VISIBLE_DEVICES"
 
 
 class _OwnRank:
-    """A process and its calls, which a thread of this process answers."""
-
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         self._rank = rank
         self._calls: dict[int, Future[Any]] = {}

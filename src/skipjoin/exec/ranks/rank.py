@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 class Rank:
     """Answers every plan, in order, from one thread. Masks ahead of the steps are answered when they are computed.
 
-    A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterward,
-    because its KV no longer matches. `send` is called by one thread at a time.
+    A failed rank leaves the group, so that waiting ranks fail immediately. It computes nothing afterward, because its
+    KV no longer matches. `send` is called by one thread at a time.
     """
 
     def __init__(

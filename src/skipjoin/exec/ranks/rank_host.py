@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class RankHost:
     """Target of an engine's calls: `open_store` on rank 0 of several, and then methods of `RankProcess`.
 
-    It imports torch only when the rank gets a model, so that ranks start without delay.
+    torch is imported only when the rank gets a model, so that ranks start without delay.
     """
 
     def __init__(self, ip: str) -> None:

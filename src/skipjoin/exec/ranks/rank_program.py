@@ -1,7 +1,7 @@
 """Program of a rank that is its engine's child: `python -m skipjoin.exec.ranks.rank_program SOCKET LEVEL`.
 
-SOCKET is an inherited descriptor, LEVEL that of the log. Calls come over the socket; answers and records of the log
-go back. It breaks when the engine ends, which ends this process, whatever it computes.
+SOCKET is an inherited descriptor, LEVEL that of the log. Calls, answers and log records go over the socket, which
+breaks when the engine ends and so ends this process.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _WINDOW_S, _BREATH_S = 600.0, 1.0
 
 
 class RankGroup:
-    """One generation of ranks, which start and end together. A constructor that raises leaves nothing running."""
+    """Ranks that start and end together. A constructor that raises leaves nothing running."""
 
     def __init__(
         self,

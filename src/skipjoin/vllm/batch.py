@@ -23,9 +23,9 @@ class Batch:
     __slots__ = ("_decodes", "_ends", "_mirrors", "_ran", "cuts", "joining", "plan", "running", "tokens")
 
     def __init__(self, plan: StepPlan, left: Collection[Any], running: list[Any], before: Batch | None) -> None:
-        """Divide the requests of a plan without those `left`, of which vLLM runs some.
+        """Divide a plan's requests, except those `left`, by whether vLLM runs them.
 
-        `before` is the batch of an earlier step. Most steps decode the same requests again, which need no look at each.
+        `before` is an earlier step's batch, whose requests are usually decoded again and need no look at each.
         """
         self.plan, slices = plan, plan.slices
         if left:
@@ -52,7 +52,7 @@ class Batch:
         self._ran = [*self.running]  # vLLM changes its own list
 
     def is_followed_by(self, mirrors: Sequence[Request], running: Sequence[Any]) -> bool:
-        """Return whether a batch that decodes these requests, while vLLM runs those, is the same as this one."""
+        """Return whether a batch that decodes `mirrors` while vLLM runs `running` would be the same."""
         return self._decodes and not self.joining and mirrors == self._mirrors and running == self._ran
 
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:

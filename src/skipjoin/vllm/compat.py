@@ -93,7 +93,7 @@ KV_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "Mamba
 
 
 class Feature(NamedTuple):
-    """Feature of vLLM that the scheduler refuses, with the flag that turns it on and a remedy."""
+    """Feature of vLLM that the scheduler refuses, with its flag and a remedy."""
 
     name: str
     flag: str

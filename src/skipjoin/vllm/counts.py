@@ -27,7 +27,7 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class CountedBlocks:
-    """Blocks of one request, which has them for `slots` tokens, regardless of its reservation."""
+    """Blocks of one request for `slots` tokens, regardless of its reservation."""
 
     reservation: Reservation
     device: Count
@@ -67,7 +67,6 @@ class ManagedPool:
         return len(self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
 
     def shared(self, request: Request) -> int:
-        """Return the number of blocks that the request and others hold."""
         return sum(block.ref_cnt > 1 for block in self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
 
     def hit(self, request: Request) -> Hit:
@@ -88,8 +87,8 @@ class ManagedPool:
 class GroupedPool(ManagedPool):
     """Block pool with several KV cache groups, or with one that frees blocks which its window has left.
 
-    Each group of layers has its own blocks for the same tokens. In place of freed blocks a group has the null block: at
-    the beginning, and in groups of recurrent layers, whose blocks are states, anywhere.
+    Each group of layers has its own blocks for the same tokens. The null block replaces freed ones: at the beginning,
+    and in groups of recurrent layers, whose blocks are states, anywhere.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -101,12 +100,12 @@ class GroupedPool(ManagedPool):
         self._caps = [_cap(group) for group in self._groups]
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks a request with these tokens has at most, while it fills them chunk by chunk."""
+        """Return the maximum blocks of a request that fills these tokens chunk by chunk."""
         sizes = (-(-tokens // group.block_size) for group in self._groups)
         return sum(map(min, sizes, self._caps))
 
     def blocks_at(self, tokens: int, computed: int) -> int:
-        """Return how many blocks a request has with slots for `tokens` tokens, of which `computed` are committed."""
+        """Return the blocks of a request with slots for `tokens` tokens, of which `computed` are committed."""
         return sum(
             min(
                 -(-tokens // group.block_size) - max(0, group.get_num_skipped_tokens(computed)) // group.block_size,

@@ -27,7 +27,7 @@ class StepCopies(KVConnectorMetadata):
 class CpuTier(KVConnectorBase_V1):
     """CPU tier for the KV of requests that wait, for Skipjoin's scheduler only.
 
-    The scheduler's process collects the next step's copies in `copies`, and sends them to the workers' instances.
+    The scheduler's process sends the next step's `copies` to the workers' instances.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

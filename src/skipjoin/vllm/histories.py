@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class RequestHistories:
-    """Intervals of live and recent requests. vLLM's engine writes them, and the thread of a listener reads them."""
+    """Intervals of live and recent requests, written by vLLM's engine and read by a listener's thread."""
 
     def __init__(self, limits: Limits, engine: int, clock: Callable[[], float]) -> None:
         self._log = HistoryLog()
@@ -62,7 +62,7 @@ class RequestHistories:
             self._log.observe(events)
 
     def answer(self, policies: Policies, kv: KVAccounts) -> None:
-        """Answer the listener's questions about live requests. Policies are only asked by the engine's own thread."""
+        """Answer the listener's questions on the engine's thread, which alone may ask policies."""
         while self._asked:
             number, answer = self._asked.popleft()
             live = {request.id: request for request in self._log.requests}

@@ -13,9 +13,9 @@ from skipjoin.vllm.tier import CountedTier
 class CountingLedger(BlockLedger):
     """Ledger over a pool, which has the true counts of device blocks.
 
-    Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
-    same itself, and `settle` adopts the result. Blocks without KV stay with their request until it is evicted as a
-    whole. The engine drafts up to `drafts` tokens, so that a step needs slots beyond its own tokens.
+    Between two calls of `refresh` the ledger counts what the current plan takes and frees, until `settle` adopts what
+    the engine did. Blocks without KV stay with their request until it is evicted as a whole. The engine drafts up to
+    `drafts` tokens, so that a step needs slots beyond its own tokens.
     """
 
     block_size = 0
@@ -55,7 +55,7 @@ class CountingLedger(BlockLedger):
             self.release(request)
 
     def follow(self, requests: Iterable[Request]) -> None:
-        """Adopt what changes as requests run, after a plan that the engine ran as it is."""
+        """Adopt the changes of a plan that the engine ran unchanged."""
         for request in requests if self._drafts else ():
             self.settle(request)
 
@@ -207,7 +207,7 @@ class CountingLedger(BlockLedger):
         return held
 
     def resize(self, request: Request, blocks: int, slots: int | None = None) -> None:
-        """Set the number of device blocks, and that of tokens for which they have room, by default all."""
+        """Set the number of device blocks, and of tokens that they hold, by default all that fit."""
         held = self._hold(request)
         held.slots = blocks * self.block_size if slots is None else slots
         more = blocks - held.device.blocks

@@ -18,7 +18,7 @@ from skipjoin.version import VERSION
 class Tally:
     """Counts since the engine started, and seconds of planning, vLLM's `schedule`, and the planner's other work.
 
-    `amended` are requests of plans that vLLM did not run, because it found no room for them.
+    `amended` are planned requests that vLLM did not run for lack of room.
     """
 
     steps: int = 0

@@ -58,7 +58,6 @@ def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost:
 def make_histories(
     options: PluginOptions, config: Any, ledger: CountingLedger, clock: Callable[[], float]
 ) -> RequestHistories | None:
-    """Return the log of requests; None without a port on which it can be read."""
     if options.metrics_port is None:
         return None
     bounds = config.scheduler_config

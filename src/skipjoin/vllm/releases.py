@@ -31,7 +31,7 @@ def check_release() -> None:
 class AnyScheduler(AsyncScheduler):
     """vLLM's scheduler with the attributes of the latest tested release.
 
-    It derives from `AsyncScheduler`, because vLLM turns asynchronous scheduling off for other schedulers.
+    vLLM turns asynchronous scheduling off for classes other than `AsyncScheduler`.
     """
 
     running: list[VllmRequest]

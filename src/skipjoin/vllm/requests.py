@@ -50,8 +50,8 @@ def finish_reason(mirror: Request) -> FinishReason:
 def read_options(extra: Mapping[str, Any], priority: int = 0) -> RequestOptions:
     """Return the scheduling options in `vllm_xargs`.
 
-    An invalid value is ignored with a warning, because an error here would end the engine. The middleware refuses it
-    with status 400.
+    An invalid value, which the middleware refuses with status 400, is ignored with a warning: an error would end the
+    engine.
     """
     tier = extra.get("service_tier", "default")
     if tier not in TIERS:

@@ -1,8 +1,8 @@
 """vLLM's scheduler under Skipjoin's planner.
 
-The planner decides over a ledger of block counts, and vLLM's own `schedule` carries the plan out: before the call,
-`running` and the waiting queues hold the requests of the plan only. What vLLM really scheduled then replaces the
-slices of the plan, so errors of the ledger correct themselves.
+The planner decides over a ledger of block counts. vLLM's own `schedule` carries the plan out, with only its requests in
+`running` and the waiting queues. What vLLM really scheduled then replaces the slices of the plan, so errors of the
+ledger correct themselves.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Scheduler(AnyScheduler):
         return plan
 
     def _forget_events(self) -> None:
-        """Pass on the events of what vLLM reports, which are not preemptions by the planner."""
+        """Pass on events of what vLLM reports, which are no preemptions by the planner."""
         if self._histories is not None:
             self._histories.observe(self._core.events)
         self._core.events.clear()
@@ -207,9 +207,9 @@ class Scheduler(AnyScheduler):
         self.reset_preempted_req_ids.add(request.request_id)  # the second model runner frees its slot
 
     def _release_encoder_outputs(self, request: VllmRequest) -> None:
-        """Let encoder outputs of a request that waits be evicted, or requests could wait for each other's room.
+        """Let encoder outputs of a waiting request be evicted, or requests could wait for each other's room.
 
-        They stay in vLLM's encoder cache until others need it. Evicted ones are computed again.
+        Evicted ones are computed again.
         """
         if request.has_encoder_inputs:
             self.encoder_cache_manager.free(request)
@@ -278,7 +278,7 @@ class Scheduler(AnyScheduler):
         self._lose(worst, now)
 
     def _preempt_request(self, request: VllmRequest, *args: Any, **kwargs: Any) -> None:
-        """Record a preemption by vLLM, because blocks were short or the cache is reset."""
+        """Record a preemption by vLLM, for lack of blocks or because the cache is reset."""
         super()._preempt_request(request, *args, **kwargs)
         self.tally.preempted_by_vllm += 1
         if self._is_in_schedule:

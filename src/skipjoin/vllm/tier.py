@@ -29,8 +29,8 @@ class DeviceBlocks(Protocol):
 class CountedTier(TierOperations):
     """CPU tier whose requests move as a whole.
 
-    Device blocks have no numbers here, so both sides of a `Move` name the blocks of the CPU tier. `allocated` returns
-    how many device blocks the engine has given to a request.
+    Device blocks have no numbers here, so both sides of a `Move` name the blocks of the CPU tier. `allocated` returns a
+    request's device blocks.
     """
 
     cpu_total = 0
@@ -130,9 +130,9 @@ class CountedTier(TierOperations):
         return request in self._moves
 
     def release(self, request: Request) -> None:
-        """Free the request's CPU-tier blocks, if it has any.
+        """Free the request's CPU-tier blocks.
 
-        Copies run in the order of their plans, so one in transit may use them still.
+        Copies run in the order of their plans, so one in transit may still use them.
         """
         if (move := self._moves.get(request)) is not None:
             self._end(move)

@@ -39,10 +39,7 @@ def main() -> None:
 
 
 def _prepare_streams() -> None:
-    """Let closed standard streams lead nowhere, and replace characters that the others do not have.
-
-    Sockets and files would take the numbers of closed ones.
-    """
+    """Let closed standard streams, whose numbers others would take, lead nowhere, and replace unknown characters."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
     os.close(number)

@@ -1,6 +1,6 @@
 """Table of endpoints, which the server, relay, load tests and the middleware for vLLM read.
 
-It names handlers and bodies as "module:name", so that reading it imports none of them.
+Handlers and bodies are "module:name", so that reading it imports none of them.
 """
 
 from __future__ import annotations

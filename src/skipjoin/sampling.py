@@ -28,14 +28,12 @@ NO_SEED = -1
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Row of the table of sampling parameters, besides name, type and default.
-
-    Checks, the fields of request bodies with their bounds, and the reference follow from it.
+    """Row of the table of sampling parameters, from which checks, fields of bodies and the reference follow.
 
     Attributes:
         low, high: Bounds of a number, or of each value of a mapping; `is_above` excludes the lower one.
-        means: Pairs of a value of other servers and the value here that it stands for.
-        own: Fields that endpoints declare and convert themselves. Otherwise all bodies have a field of this name.
+        means: Pairs of another server's value and its meaning here.
+        own: Endpoints declare and convert these fields themselves. Otherwise all bodies have a field of this name.
         is_of_model: A model's generation_config.json may set the default.
     """
 
@@ -70,7 +68,7 @@ class ParameterError(ValueError):
 class ContextLengthError(ParameterError):
     """A prompt, or a prompt with `max_tokens`, exceeds the context.
 
-    The message begins as OpenAI's, because clients recognize the error by these words and then shorten the prompt.
+    Clients recognize the error by its first words, OpenAI's, and then shorten the prompt.
     """
 
     def __init__(self, param: str, context: int, asked: str, remedy: str) -> None:

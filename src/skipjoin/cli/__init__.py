@@ -1,6 +1,6 @@
 """Command line, one module per command.
 
-Modules and their dependencies are imported when they are needed, so that `skipjoin --help` does not load torch.
+Modules are imported when they are needed, so that `skipjoin --help` does not load torch.
 """
 
 from __future__ import annotations

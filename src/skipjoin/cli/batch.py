@@ -59,7 +59,7 @@ def submit(
 
 
 def _endpoint_of(file: Path) -> str:
-    """Return the url of the first line, or for a line without one, which the server refuses, an endpoint."""
+    """Return the url of the first line, or an endpoint if it has none, which the server refuses."""
     with file.open("rb") as lines, suppress(ValueError, KeyError, TypeError):
         return str(json.loads(next(filter(bytes.strip, lines), b""))["url"])
     return "/v1/chat/completions"

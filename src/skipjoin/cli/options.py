@@ -56,7 +56,7 @@ def _name_in(flag: str) -> str:
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
     """Replace names of settings in an error by their flags.
 
-    A name without an underscore may be an ordinary word and is replaced only at the beginning.
+    A name without an underscore may be an ordinary word, and is replaced only at the beginning.
     """
 
     def flag(found: re.Match[str]) -> str:

@@ -336,7 +336,7 @@ def _sort_key(record: Record) -> tuple[str | float, ...]:
 
 
 def bottlenecks(groups: Iterable[tuple[tuple[str, float, int], Sequence[Record]]]) -> Iterator[str]:
-    """Yield a line per rate and size that names what requests of each recipe wait for."""
+    """Yield a line per rate and size of what requests of each recipe wait for."""
     points: dict[tuple[float, int], dict[str, tuple[str, float]]] = defaultdict(dict)
     for (recipe, rate, replicas), records in groups:
         if (found := limit_of(records)) is not None:

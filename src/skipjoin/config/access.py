@@ -124,7 +124,6 @@ class AccessConfig:
 
     @property
     def tls(self) -> dict[str, Any]:
-        """TLS settings in uvicorn's names."""
         if self.ssl_certfile is None:
             return {}
         found: dict[str, Any] = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}

@@ -92,7 +92,7 @@ class Profile:
     """Measured cost model and its circumstances.
 
     Attributes:
-        cost: Transfer costs are per block of `block_size` tokens, in the slower direction. It includes `unrest`.
+        cost: Includes `unrest`. Transfers are per block of `block_size` tokens, in the slower direction.
         state_bytes: Of a request's state that is no KV.
         unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses.
     """

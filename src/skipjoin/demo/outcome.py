@@ -21,7 +21,7 @@ _MIN_SHARE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Counters of a server's metrics, None if it does not export them. `waits` are seconds by reason."""
+    """Counters of a server's metrics, None if missing. `waits` are seconds by reason."""
 
     preemptions: float | None = None
     waits: Mapping[str, float] | None = None

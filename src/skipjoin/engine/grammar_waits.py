@@ -24,7 +24,7 @@ OnCost = Callable[[Request, float], None]
 
 
 class GrammarWaits:
-    """Keeps requests out of the plans while their grammar is compiled, or while a mask that takes long is computed."""
+    """Keeps requests out of the plans while their grammar is compiled, or a slow mask is computed."""
 
     def __init__(self, core: EngineCore, executor: ModelExecutor, clock: Callable[[], float], on_cost: OnCost) -> None:
         self._core = core

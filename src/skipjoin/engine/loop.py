@@ -173,7 +173,7 @@ class EngineLoop:
         return events
 
     def calibrate(self) -> bool:
-        """Measure the cost of a step; return False if the engine is not idle, or nothing remains to be measured."""
+        """Measure the cost of a step; return False if the engine is busy, or all is measured."""
         calibration, kv = self.engine.calibration, self.core.scheduler.kv
         if calibration is None or not self.idle or not isinstance(kv, KVLedger) or not calibration.can_run(kv):
             return False

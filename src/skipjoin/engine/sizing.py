@@ -16,7 +16,7 @@ _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
 
 
 def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> StateSizes | None:
-    """Return the slots for states of a model that has them, which take a part of each KV pool."""
+    """Return the slots for a model's states, which take a part of each KV pool, or None."""
     size = spec.state_bytes
     if not size:
         return None
@@ -42,10 +42,7 @@ def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> S
 def device_blocks(
     config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int, taken: int = 0
 ) -> int:
-    """Return the device blocks that every rank's memory allows, at most what requests can fill.
-
-    States take `taken` bytes of a rank's pool.
-    """
+    """Return the device blocks that every rank has memory for after `taken` bytes of states, at most what is used."""
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:

@@ -10,7 +10,7 @@ _MEMORY_S = 1800.0
 
 
 class StepTimes:
-    """Means of steps over half an hour, which describe a load, while the learned cost model follows the last steps."""
+    """Means of steps over half an hour, which describe a load; the learned cost model follows the last steps."""
 
     def __init__(self) -> None:
         self._steps = self._seconds = self._gaps = self._gap_s = 0.0

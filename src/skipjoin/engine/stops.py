@@ -101,7 +101,7 @@ def _overlap(text: str, stop: str) -> int:
 class Answer:
     """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole.
 
-    `kinds` are those of the first tokens, as far as they are known. Empty unless `is_counted`.
+    `kinds` are those of the first tokens, as far as known, if `is_counted`.
     """
 
     def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool, is_counted: bool = False) -> None:

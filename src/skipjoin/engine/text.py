@@ -45,7 +45,7 @@ class Choice:
     Attributes:
         tokens: Includes those of a stop string and the end-of-sequence token.
         offsets: For each generated token of `scored`, the index in the text at which it begins.
-        prompt_scored: Tokens of the prompt with log-probabilities, if the request asks for them.
+        prompt_scored: Prompt tokens with log-probabilities, if requested.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class Choice:
 
     @property
     def values_to_format(self) -> int:
-        """Number of values of a response besides its text."""
         return len(self.scored) + len(self.prompt_scored)
 
     @property

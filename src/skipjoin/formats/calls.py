@@ -97,7 +97,7 @@ class _JsonValue:
 class CallsReader:
     """Reader of a region of calls. A call begins when its name and the start of its arguments are known.
 
-    Text that never becomes a call is returned as content when the region closes.
+    Text that never becomes a call is content when the region closes.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def choose_format(
     """Return the format of a model, or None if it has neither reasoning nor calls of a known format.
 
     Args:
-        knows_tools: The template writes tools.
+        knows_tools: Whether the template writes tools.
         declared: The model's own response template, which precedes the table of formats.
         tool_format: "auto" for that of the template, "json" for a prompted one where that is missing.
     """

@@ -1,6 +1,6 @@
 """Formats that checkpoints declare: the `response_template` of transformers in tokenizer_config.json.
 
-Delimiters, which may be patterns, are reduced to text: a pattern of a downloaded file could take exponential time.
+Patterns of delimiters are reduced to text, because a downloaded pattern could take exponential time.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def new_call_id(output_format: OutputFormat) -> str:
 class MessageReader:
     """Splits one message into content, reasoning and tool calls while it is generated.
 
-    The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format is content
-    unless it is a call. `schemas` are those of the functions' arguments, for formats that do not write JSON.
+    The joined parts do not depend on how the text is cut. Output that does not follow the format is content unless it
+    is a call. `schemas` are those of the functions' arguments, for formats that do not write JSON.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Calls:
         is_bare: A message that begins with a head is a call without further marks.
         tags: Arguments are elements instead of JSON. Strings in them are plain text.
         has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.
-        id_length: Number of letters and digits in ids of calls. None: any id.
+        id_length: Letters and digits in ids of calls. None: any id.
     """
 
     open: str

@@ -43,7 +43,7 @@ def json_text(value: Any) -> str:
 
 
 def _elements(tags: Tags, text: str) -> tuple[list[tuple[str, str]], str]:
-    """Return names and values of the elements that a text begins with, and the rest, in linear time."""
+    """Return names and values of the elements at the beginning of a text, and the rest, in linear time."""
     opening, closing = _patterns(tags)
     found, at = [], 0
     while (head := opening.match(text, at)) is not None and (end := closing.search(text, head.end())) is not None:

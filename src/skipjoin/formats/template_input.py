@@ -32,12 +32,12 @@ class TemplateInput:
     """Form of messages that a chat template expects.
 
     Attributes:
-        parts: Roles whose content is a list of parts. That of others is text.
+        parts: Roles whose content is a list of parts, not text.
         no_content: What stands for the text of a message that has only calls.
         has_text_arguments: Arguments of calls are JSON as text, not objects.
         takes_text: Arguments may be text, such as those of a call that was cut off.
-        has_one_call: Of several calls of a message, the template loses or rejects all except one.
-        joins_thoughts: A message with calls has text or reasoning, and the template rejects both.
+        has_one_call: The template loses or rejects further calls of a message.
+        joins_thoughts: A message with calls has text or reasoning, but not both.
         keeps_systems: System messages after the first one are not lost.
     """
 
@@ -214,7 +214,7 @@ def find_input(render: Render) -> TemplateInput:
 
 
 def _loses(render: Render, form: TemplateInput, messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
-    """Return whether a template has no text, or one without a mark, for messages of which it knows the last one's kind.
+    """Return whether a template loses text, or its mark, of messages of which it knows the last one's kind.
 
     It must write a call with text.
     """

@@ -15,10 +15,7 @@ Resolve = Callable[[str], Any]
 
 
 def are_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
-    """Return whether no value has two schemas of a `oneOf`, so that it means the same as `anyOf`.
-
-    Types, constants and required properties tell.
-    """
+    """Return whether types, constants and required properties show that a `oneOf` means the same as `anyOf`."""
     if len(options) > _MAX_ALTERNATIVES:
         return False
     found = [_resolved(option, resolve) for option in options]

@@ -35,7 +35,7 @@ class _Search:
         self.endless = ""
 
     def round_ends(self) -> bool:
-        """Return whether some value of the root ends, by what is known of the references."""
+        """Return whether some value of the root is known to end."""
         self.endless = ""
         self._visited.clear()
         return self._ends(self._root)

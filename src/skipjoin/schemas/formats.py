@@ -1,4 +1,4 @@
-"""Formats of strings: which are enforced and ignored. `make reference` writes their table."""
+"""Formats of strings, of which `make reference` writes a table."""
 
 # Formats that the compiler has, with an example of a text.
 COMPILED_FORMATS = {

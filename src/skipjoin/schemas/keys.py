@@ -18,8 +18,7 @@ _CONTROL, _QUOTED = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r'["\\\\]')
 def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable[[str, str], None]) -> dict[str, Any]:
     """Exclude other spellings of names, in place, and return compiler options; `refuse` gets paths without a way.
 
-    The name `a` may be written with a Unicode escape. The compiler takes that for another name, which additional
-    properties may have.
+    The compiler takes a name with a Unicode escape for another one, which additional properties may have.
     """
     named: list[tuple[dict[str, Any], str, list[str]]] = []
     hard: list[tuple[dict[str, Any], str, list[str]]] = []

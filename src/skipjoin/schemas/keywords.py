@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema: which are enforced, ignored and refused. `make reference` writes their table."""
+"""Keywords of JSON Schema, of which `make reference` writes a table."""
 
 from __future__ import annotations
 

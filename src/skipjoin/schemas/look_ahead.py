@@ -35,8 +35,8 @@ def check_escapes(pattern: str) -> None:
 def without_look_ahead(pattern: str) -> list[str]:
     """Return patterns without look-ahead, which no grammar has, that together match what `pattern` does.
 
-    A look-ahead at the very beginning is a pattern of its own, as in passwords: `^(?=.*[0-9]).{8,}$`. Patterns with
-    others are returned unchanged.
+    A look-ahead at the very beginning becomes a pattern, as in passwords: `^(?=.*[0-9]).{8,}$`. Patterns with others
+    are returned unchanged.
     """
     pattern = _plain_decimal(_OF_ZOD.get(pattern, pattern))
     found = []
@@ -73,8 +73,8 @@ def _has_alternatives(pattern: str) -> bool:
 def _plain_decimal(pattern: str) -> str:
     """Return a pattern of decimal numbers for that of pydantic's `Decimal`, or any other unchanged.
 
-    pydantic's pattern with `max_digits` and `decimal_places` allows any text, because one alternative may be empty
-    and has no end.
+    With `max_digits` and `decimal_places`, pydantic's pattern allows any text, because one alternative may be empty and
+    has no end.
     """
     if not pattern.startswith(_START):
         return pattern

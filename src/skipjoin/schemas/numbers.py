@@ -74,8 +74,7 @@ class NumberRange:
     def tightened(self) -> NumberRange:
         """Return the same numbers, with bounds that are among them where the numbers are multiples or doubles.
 
-        Text such as 0.99999999999999999999 is the double 1 for its readers, so that no exclusive bound of 1
-        may allow it.
+        Readers take 0.99999999999999999999 for the double 1, which an exclusive bound of 1 must not allow.
         """
         step = self.step
         if self.is_integer:

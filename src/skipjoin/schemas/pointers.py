@@ -14,9 +14,9 @@ def quoted(ref: str) -> str:
 
 
 class Names:
-    """Names of the schemas within `root`, by `$id` and `$anchor`, by which references become pointers from the root.
+    """Names of the schemas within `root`, by `$id` and `$anchor`, to turn references into pointers from the root.
 
-    The argument `parts` yields the schemas directly within one, with the steps from it to them.
+    `parts` yields the schemas directly within one, with the steps to them.
     """
 
     def __init__(self, root: Any, parts: Callable[[Any], Iterator[tuple[str, Any]]]) -> None:

@@ -17,9 +17,9 @@ _PARAMETER = "prompt_patience"
 class FirstTokenOrder:
     """`adaptive`'s order of requests that wait for their first token: by arrival + patience x prefill.
 
-    The clock is SGLang's count of prefilled tokens, which is equal on all ranks and means the same on every machine. A
-    request is overtaken by none that arrives after `patience` times its own uncached tokens were prefilled. Retracted
-    requests have produced output, and keep the place of their return.
+    The clock is SGLang's count of prefilled tokens, which is equal on all ranks. A request is overtaken by none that
+    arrives after `patience` times its own uncached tokens were prefilled. Retracted requests have produced output, and
+    keep the place of their return.
     """
 
     patience: float

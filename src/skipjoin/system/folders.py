@@ -63,9 +63,9 @@ def is_trusted(path: Path, what: str) -> bool:
 def why_untrusted(path: Path) -> str | None:
     """Return why another user may have created or changed `path`, with the remedy, or None.
 
-    The rules are OpenSSH's for keys: neither another user, group nor others may write to the path or a folder above it,
-    up to the home folder or the root. A folder above may be sticky. Links above the path are followed if they belong to
-    this user or root; the path itself must not be a link.
+    The rules are OpenSSH's for keys: no other user or group may write to the path or a folder above it, up to the home
+    folder or the root. A folder above may be sticky. Links above the path are followed if they belong to this user or
+    root; the path itself must not be a link.
     """
     if not hasattr(os, "getuid"):  # on Windows
         return None

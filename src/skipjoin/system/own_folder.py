@@ -21,8 +21,8 @@ _YOUNG_S = 60.0
 class OwnFolder:
     """Temporary folder that is removed on exit.
 
-    The constructor first removes folders of killed processes, found by a lock that the kernel releases: a process id
-    may belong to another container.
+    The constructor removes folders of killed processes, found by locks that the kernel releases: a process id may
+    belong to another container.
     """
 
     def __init__(self, prefix: str) -> None:

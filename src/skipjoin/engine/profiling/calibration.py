@@ -21,7 +21,7 @@ _TRANSFER_S = 0.2
 
 
 class Calibration:
-    """Measures step costs while an engine has nothing to do, and keeps them for the next start.
+    """Measures step costs while an engine is idle, and keeps them for the next start.
 
     `before` is a profile with a poor fit, which is replaced by a better one.
     """

@@ -133,6 +133,7 @@ class ExactReservations(Callbacks):
         self._reserving: set[Request] = set()  # those with a reservation of their own before
         self._now = 0.0
         self._collector: Request | None = None  # request for which blocks are collected
+        self._running: Request | None = None  # the last one found to run
         self._bands: Counter[Band] = Counter()  # of all requests, before any is lifted
         self._ordering: Ordering | None = None
         self._live: set[Request] = set()  # those that the ordering knows
@@ -201,7 +202,8 @@ class ExactReservations(Callbacks):
             wanted = self._wanted[request] = self._want(request, target, kv)
         tokens, blocks = wanted.tokens, wanted.blocks
         is_open = self._gate is None or self._gate.is_open
-        if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
+        short = kv.shortfall_of_reservation(request, blocks, None)
+        if is_open and short <= 0:
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=self._group_of(request))
         if (
             is_open
@@ -213,7 +215,7 @@ class ExactReservations(Callbacks):
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        if request is self._collector and kv.shortfall_of_reservation(request, blocks, None) <= unused(COLLECTED, kv):
+        if request is self._collector and short <= unused(COLLECTED, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=COLLECTED, group=group)
         return Deferral.REQUEST
@@ -411,13 +413,19 @@ class ExactReservations(Callbacks):
             for request in reversed(list(kv.holders()))
         )
 
-    @staticmethod
-    def _is_stuck(request: Request, kv: KVAccounts) -> bool:
-        return not any(
-            holder.progress.in_flight or phase_of(holder, holder.progress.known) is Phase.RUNNING
-            for holder in kv.holders()
-            if holder is not request
-        )
+    def _is_stuck(self, request: Request, kv: KVAccounts) -> bool:
+        # All refused decodes of a step ask this, so the last answer is tried first.
+        if (running := self._running) is not None and running is not request and _runs(running, kv):
+            return False
+        holders = (holder for holder in kv.holders() if holder is not request and _runs(holder, kv))
+        self._running = next(holders, None)
+        return self._running is None
+
+
+def _runs(request: Request, kv: KVAccounts) -> bool:
+    progress = request.progress
+    is_running = progress.in_flight or phase_of(request, progress.known) is Phase.RUNNING
+    return is_running and kv.blocks_of(request) is not None
 
 
 def _waits(request: Request, kv: KVAccounts) -> bool:

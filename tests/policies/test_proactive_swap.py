@@ -208,8 +208,24 @@ def test_few_blocks_are_kept_for_arrivals_where_some_may_not_evict_and_none_over
 def test_kv_that_is_sooner_computed_again_is_not_moved_ahead(block_s: float, out: list[int]) -> None:
     """Computing the 64 tokens takes 64.5 s, and moving their 16 blocks out and in 3.2 or 259 s."""
     cost = replace(COST, block=block_s)
-    setup = Setup(Holder(1), Holder(6, 16), eviction=DisplacingSwap(cost))
+    setup = Setup(Holder(1, 384), Holder(6, 16), device=400, eviction=DisplacingSwap(cost))
     assert setup.step() == (out, [])
+
+
+def test_a_request_with_a_large_part_of_the_device_does_not_leave_for_growth() -> None:
+    """It would free 25 blocks more than the one that is kept free, while 20 of 400 may idle, unless one is awaited."""
+    setup = Setup(Holder(1, 374), Holder(6, 26), device=400, eviction=DisplacingSwap(COST))
+    assert setup.step() == ([], [])
+    setup.arrive(prompt=12, turn=2)
+    assert setup.step() == ([6], [])
+
+
+def test_nothing_leaves_for_a_first_request_that_may_not_evict() -> None:
+    setup = Setup(Holder(1, 374), Holder(6, 26), device=400, eviction=DisplacingSwap(COST))
+    setup.ordering.numbers[1000] = 0
+    setup.ordering.outranks = lambda one, other: False  # type: ignore[method-assign]
+    setup.ordering.on_arrived(make(1000, 48), 0.0)
+    assert setup.step() == ([], [])
 
 
 def test_a_sooner_turn_replaces_later_turns_on_the_device() -> None:

@@ -182,7 +182,7 @@ class Adaptive(Callbacks):
             job = self._jobs[request]
             job.cached = 0
             self._price(request, job)
-        self._claims.note_left(request, now, is_begun=is_begun, is_lost=is_lost)
+        self._claims.note_left(request, now, self._index.capacity, is_begun=is_begun, is_lost=is_lost)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index

@@ -10,6 +10,8 @@ from skipjoin.policies.first_tokens import PromptAdvances, RequestHeap
 
 # Share of the time for KV that is computed or moved again because it left the device for first tokens.
 _MAX_AGAIN = 0.02
+# While KV moves out and in again, its blocks are of no use: each time as long as to compute it, and up to a step more.
+_MOVES = 4
 
 
 class FirstTokenClaims:
@@ -18,31 +20,34 @@ class FirstTokenClaims:
     A request gets a claim while there is room for it, or time for prompts of requests that then wait (`ahead`), and
     keeps it: if all gained and lost theirs together, each change would displace the KV of others. No order wins back
     the capacity that moving or computing KV again costs, so first tokens may not displace any while this takes more
-    than 2 % of the time.
+    than 2 % of the time, and none are computed ahead while it takes more than their share.
     """
 
     def __init__(self, time: ExecutionTime, step_s: float) -> None:
         self.ahead = PromptAdvances(1.0, step_s)
         self._time = time
+        # Both count the time for KV again, against the 2 % and against the share.
         self._again = PromptAdvances(_MAX_AGAIN, step_s)
+        self._lost = PromptAdvances(1.0, step_s)
         self._queue = RequestHeap()
         self._counted: set[Request] = set()  # whose prompts count since their claims were granted
         self._parts: dict[Request, int] = {}  # tokens of prompts that are computed in part
-        self._left = 0  # tokens whose KV left since the last step
+        # Time that KV costs which left since the last step, and in the step before.
+        self._left_s, self._before_s = 0.0, 0.0
 
     def __bool__(self) -> bool:
         return bool(self._queue)
 
     def follow(self, step_s: float, share: float) -> None:
-        self.ahead.step_s = self._again.step_s = step_s
-        self.ahead.share = share
+        self.ahead.step_s = self._again.step_s = self._lost.step_s = step_s
+        self.ahead.share = self._lost.share = share
 
     def may_displace(self, now: float) -> bool:
         return self._again.is_open(now)
 
     def ask(self, request: Request, key: float, now: float) -> bool:
         """Return whether the request gets a claim at once. Otherwise it waits in the order of keys."""
-        if not self._queue and self.ahead.is_open(now):
+        if not self._queue and self._may_run_ahead(now):
             return True
         self._queue.add(key, request)
         return False
@@ -63,7 +68,7 @@ class FirstTokenClaims:
             if seconds is not None:
                 blocks = kv.blocks_for(request.progress.known)
                 has_room = slots > 0 and blocks <= available
-                if not (has_room or self.ahead.is_open(now)):
+                if not (has_room or self._may_run_ahead(now)):
                     return
                 slots -= 1
                 available -= blocks
@@ -73,6 +78,13 @@ class FirstTokenClaims:
             self._queue.pop()
             if seconds is not None:
                 yield request
+
+    def _may_run_ahead(self, now: float) -> bool:
+        return self.ahead.is_open(now) and self._lost.is_open(now)
+
+    def _count_again(self, seconds: float, now: float) -> None:
+        self._again.spend(seconds, now)
+        self._lost.spend(seconds, now)
 
     def note_continued(self, ran: Iterable[Request], begun: Collection[Request]) -> None:
         """Note the requests of a step, of which those that had output before continue."""
@@ -100,26 +112,29 @@ class FirstTokenClaims:
 
     def note_step(self, fresh: int, now: float) -> None:
         """Note the end of a step with `fresh` tokens of requests with claims. What else left did so for growth."""
-        if fresh and self._left:
-            self._again.spend(self._time.prefill(min(fresh, self._left)), now)
-        self._left = 0
+        # KV may leave a step before, with overlapped moves.
+        if fresh and (left_s := self._left_s + self._before_s):
+            self._count_again(min(left_s, self._time.prefill(fresh)), now)
+            self._left_s = 0.0
+        self._left_s, self._before_s = 0.0, self._left_s
 
-    def note_left(self, request: Request, now: float, *, is_begun: bool, is_lost: bool) -> None:
-        """Note that KV of the request left the device, and has to be computed again if it `is_lost`."""
+    def note_left(self, request: Request, now: float, capacity: int, *, is_begun: bool, is_lost: bool) -> None:
+        """Note that KV of the request left the device, which holds `capacity` tokens; `is_lost` if it was dropped."""
         progress = request.progress
         if not is_begun:
             self._counted.discard(request)
-            again = max(0, self._parts.pop(request, 0) - progress.computed)
+            again_s = self._time.prefill(max(0, self._parts.pop(request, 0) - progress.computed))
+        elif is_lost:
+            again_s = self._time.prefill(progress.known - progress.computed)
         else:
-            # What was swapped out must return, which takes about as long as to compute it.
-            again = progress.known - progress.computed if is_lost else progress.known
+            again_s = _MOVES * progress.known / capacity * self._time.prefill(progress.known)
         is_ahead = request in self.ahead.waiting
         if is_lost:
             self.ahead.forget(request, continues=False)
         if is_ahead:
-            self._again.spend(self._time.prefill(again), now)
+            self._count_again(again_s, now)
         else:
-            self._left += again
+            self._left_s += again_s
 
     def forget(self, request: Request, live: Collection[Request]) -> None:
         self._queue.sweep(live)

@@ -90,7 +90,7 @@ class GittinsIndex:
         self.time = ExecutionTime(cost)
         self._cost_revision = self.time.revision
         self.max_seqs = max_seqs
-        self._capacity = _ANY_CAPACITY
+        self.capacity = _ANY_CAPACITY
         self._binds = 0.5  # share of recent steps in which KV is short
         self._kv_share = 0.5  # its value at the last refresh
         self._due = _FIRST_NOTES
@@ -111,7 +111,7 @@ class GittinsIndex:
 
         If `running` requests fill all slots, these are short and not KV, although preempted requests may fill the pool.
         """
-        self._capacity = kv.device_total * kv.block_size
+        self.capacity = kv.device_total * kv.block_size
         tiers = kv.tiers
         is_short = running < self.max_seqs and (
             kv.available < _SHORT_SHARE * kv.device_total or (tiers is not None and tiers.cpu_free < tiers.cpu_total)
@@ -208,16 +208,16 @@ class GittinsIndex:
         return found
 
     def _token_costs(self, octave: int) -> list[float]:
-        if (found := self._token_cost.get(key := (octave, self._capacity))) is None:
+        if (found := self._token_cost.get(key := (octave, self.capacity))) is None:
             prompt = _prompt_of(octave)
-            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity
+            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self.capacity
             found = self._token_cost[key] = [slot + per_kv * (prompt + length) for length in BIN_MIDDLES]
         return found
 
     def _costs(self, octave: int) -> list[float]:
-        if (found := self._cost_to_end.get(key := (octave, self._capacity))) is None:
+        if (found := self._cost_to_end.get(key := (octave, self.capacity))) is None:
             prompt = _prompt_of(octave)
-            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity
+            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self.capacity
             found = self._cost_to_end[key] = [
                 length * (slot + per_kv * (prompt + length / 2)) for length in BIN_MIDDLES
             ]

@@ -20,6 +20,8 @@ _MAX_SPARE_SOME = 0.02
 _LEAD_STEPS = 2
 # Transfers are cheap if moving a request's KV takes at most this share of a step.
 _CHEAP_SHARE = 0.05
+# Maximum share of the device that idles because a request with more blocks than are kept free leaves for them.
+_MAX_OVERSHOOT = 0.05
 # Weight of the latest step in the mean step time.
 _STEP_RATE = 0.1
 
@@ -66,7 +68,7 @@ class ProactiveSwap(Swap):
         arrived = self._note_arrivals(still, ordering, kv)
         spare = self._spare(kv, now)
         free = kv.available + tiers.blocks_in_transit[Direction.OUT] - spare
-        awaited = max(arrived, self._awaited(ordering, kv, now, free))
+        awaited = max(arrived, self._awaited(still, ordering, kv, now, free))
         spare += awaited
         self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
         if self._is_cheap:
@@ -126,6 +128,10 @@ class ProactiveSwap(Swap):
         progress = request.progress
         return progress.known - progress.computed <= 1 and not progress.is_newly_resident
 
+    def may_overshoot(self, blocks: int, kv: KVAccounts) -> bool:
+        """Return whether a request may leave that frees so many blocks more than are kept free."""
+        return True
+
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction` without queueing, positive on an idle link."""
         seconds = self._cost.transfer(1)
@@ -146,14 +152,18 @@ class ProactiveSwap(Swap):
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         return min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
 
-    def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
+    def _awaited(self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
         """Return the blocks needed by requests without KV that precede every request with KV; 0 if `free` suffices."""
         most = int(_MAX_SPARE * kv.device_total)
         if free >= most:
             return 0
-        needed = 0
+        needed, last = 0, None
         for request in ordering.ranked(now):
             if needed >= most or kv.blocks_of(request) is not None:
+                break
+            if still and last is None:
+                last = max(still, key=ordering.rank)
+            if last is not None and not ordering.outranks(request, last):
                 break
             needed += kv.blocks_for(request.progress.known)
         return needed
@@ -172,6 +182,9 @@ class DisplacingSwap(ProactiveSwap):
     def may_move_ahead(self, request: Request, kv: KVAccounts) -> bool:
         is_possible = super().may_move_ahead(request, kv)
         return is_possible and self._both_moves_s(request, kv) <= self._again_s(request, kv)
+
+    def may_overshoot(self, blocks: int, kv: KVAccounts) -> bool:
+        return blocks <= _MAX_OVERSHOOT * kv.device_total
 
     def _expected(self, kv: KVAccounts, now: float) -> int:
         blocks = min(super()._expected(kv, now), int(_MAX_SPARE_SOME * kv.device_total))
@@ -206,6 +219,7 @@ class _Exchange:
                 wanted += reach is None or place < reach
             else:
                 on_device.append(ranked)
+        self._awaited = awaited
         self._leaving = on_device[::-1]
         self._at = 0
         self._make_room(0, None)
@@ -238,6 +252,9 @@ class _Exchange:
             # Do not evict the request scheduled next for blocks that no request waits for: alone, it would be swapped
             # in and out repeatedly.
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
+                break
+            over = kv.footprint(victim) - (blocks - self._soon)
+            if turn is None and not self._awaited and not self._eviction.may_overshoot(over, kv):
                 break
             self._at += 1
             if self._eviction.may_move_ahead(victim, kv):

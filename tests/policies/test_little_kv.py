@@ -15,7 +15,7 @@ REQUESTS = 150
 
 
 def seconds(recipe: str) -> float:
-    """Return when all requests have ended, which arrive at about the capacity."""
+    """Return when the last of the requests finished, which arrive at about the capacity."""
     draw, sent = Random(0), []
 
     def send(run: BoundedRun) -> None:

@@ -129,7 +129,7 @@ class ProactiveSwap(Swap):
         return progress.known - progress.computed <= 1 and not progress.is_newly_resident
 
     def may_overshoot(self, blocks: int, kv: KVAccounts) -> bool:
-        """Return whether a request may leave that frees so many blocks more than are kept free."""
+        """Return whether a request may leave that frees `blocks` more than the blocks kept free need."""
         return True
 
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:

@@ -140,6 +140,24 @@ def test_requests_without_a_program_do_not_starve_behind_programs() -> None:
     assert next(iter(calls.ordering.ranked(calls.now))) is plain
 
 
+@pytest.mark.parametrize("program", ["", "long"])
+def test_requests_that_have_run_do_not_starve_behind_new_programs(program: str) -> None:
+    calls = Calls()
+    calls.call(program or "first", 50_000)
+    preempted = calls.send(program, 51_000)
+    calls.run(preempted, 30)
+    calls.ordering.on_preempted(preempted, calls.now)
+    for number in range(20):
+        calls.call(f"{number}", 10)
+    calls.now = OVERTAKING_S - 1.0
+    calls.send("new", 10)
+    assert calls.order() == ["new", program]
+    calls.now = OVERTAKING_S
+    assert calls.order() == [program, "new"]
+    calls.end(preempted)
+    assert calls.order() == ["new"]
+
+
 def test_requests_without_a_program_keep_the_order_of_the_recipe() -> None:
     calls = Calls()
     sent = [calls.send("", prompt) for prompt in (900, 10, 500)]

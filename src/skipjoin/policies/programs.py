@@ -42,7 +42,8 @@ class ByProgram(Routed):
     service come first. If an owner's programs are about equally long, those that are nearly done do. Requests without a
     program have a place among levels by the service of others like them, and an ordering of their own.
 
-    Programs and plain requests that have waited for `overtaking_s` in total precede all others, by their arrival.
+    Programs that have waited for `overtaking_s` in total and requests that came `overtaking_s` ago precede all others,
+    by their arrival, also if they have run and were preempted.
     """
 
     def __init__(self, make: Callable[[], Ordering], book: ProgramBook, *, overtaking_s: float) -> None:
@@ -53,6 +54,7 @@ class ByProgram(Routed):
         self._places: dict[Request, _Place] = {}  # of calls
         self._sizes: dict[_Place, int] = {}
         self._late = Alarms()
+        self._unfinished: set[Request] = set()
         self._waiting: set[Request] = set()  # requests that have not run yet
         self._cached: dict[Request, int] = {}  # tokens that requests without a program found
         self._positions: dict[_Place, int] = {_PLAIN: 0}
@@ -74,9 +76,10 @@ class ByProgram(Routed):
         if program is not None and request.options.program is not None:
             self._enter(request, _place_of(program, request.options.program.owner, request))
         if not request.progress.was_admitted:
-            waited_s = 0.0 if program is None else program.waited_s
             self._waiting.add(request)
-            self._late.add(request.arrival + max(0.0, self._overtaking_s - waited_s), request)
+        waited_s = 0.0 if program is None else program.waited_s
+        self._unfinished.add(request)
+        self._late.add(request.arrival + max(0.0, self._overtaking_s - waited_s), request)
         if program is None and self._book.has_programs:
             self._cached[request] = request.progress.cached
         super().on_arrived(request, now)
@@ -96,7 +99,8 @@ class ByProgram(Routed):
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)
         self._waiting.discard(request)
-        self._late.sweep(self._waiting)
+        self._unfinished.discard(request)
+        self._late.sweep(self._unfinished)
         if request in self._places:
             self._leave(request)
         cached = self._cached.pop(request, None)
@@ -111,7 +115,7 @@ class ByProgram(Routed):
     def ranked(self, now: float) -> Iterator[Request]:
         # Without calls of programs, the recipe's order bounds waits itself.
         for request in self._late.due(now) if self._places else ():
-            if request in self._waiting:
+            if request in self._unfinished and self._places.get(request) != _LATE:
                 self.inner(request).on_finished(request, now)
                 if request in self._places:
                     self._leave(request)

@@ -237,9 +237,10 @@ def test_self_test(dtype):
     assert not check_triton_attention(Forgetful(), torch.float32, DEVICE)
 
 
-def test_heads_that_are_too_large_are_rejected():
-    with pytest.raises(ValueError, match="head_dim is 320, the kernels take at most 256"):
-        Case(1, 1, 320, [(0, 1)], device=DEVICE).check(TritonAttention(), 1e-5)
+def test_torch_attends_with_heads_that_are_too_wide_for_the_kernels():
+    Case(2, 1, 320, [(0, 1), (3, 5)], device=DEVICE).check(TritonAttention(), 1e-5)
+    with pytest.raises(ValueError, match="batch_invariant needs heads of at most 256 numbers, got 320"):
+        Case(1, 1, 320, [(0, 1)], device=DEVICE).check(TritonAttention(invariant=True), 1e-5)
 
 
 def test_tiles_cover_every_token_and_start_with_the_longest():

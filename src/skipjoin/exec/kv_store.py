@@ -21,8 +21,10 @@ class SpanCopies:
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device
         is_cuda = device.tensor.is_cuda
-        is_usable = is_cuda and host.tensor.is_pinned()
-        self._kernel = OptionalKernel("block_copy", "copy_spans", "slots are copied one by one", is_usable=is_usable)
+        self._is_usable = len(device.head_views()) == 1 and (not is_cuda or host.tensor.is_pinned())
+        self._kernel = OptionalKernel(
+            "block_copy", "copy_spans", "slots are copied one by one", is_usable=is_cuda and self._is_usable
+        )
         # Compiled here rather than in the first step that needs it. Both blocks are zeros.
         if is_cuda:
             self._launch(host, device, torch.tensor([[0], [0], [0], [1]]))
@@ -36,18 +38,20 @@ class SpanCopies:
         if not all(0 <= first < first + count <= size for first, count in move.spans):
             raise ValueError(f"spans of a move must lie in [0, {size}), got {move.spans}")
         firsts, counts = zip(*move.spans, strict=True)
-        to, rows = target.head_view(), source.head_view()
-        if not self._device.tensor.is_cuda:
+        views, others = target.head_views(), source.head_views()
+        if self._is_usable and not self._device.tensor.is_cuda:
+            to, rows = views[0], others[0]
             shape = to.shape[1], size, to.shape[3] * to.element_size()
             self._copy(to.data_ptr(), rows.data_ptr(), shape, (move.target, move.source, firsts, counts))
         elif not self._launch(target, source, torch.tensor((move.target, move.source, firsts, counts))):
             for block, other, (first, count) in zip(move.target, move.source, move.spans, strict=True):
                 slots = slice(first, first + count)
-                to[block, :, slots].copy_(rows[other, :, slots], non_blocking=True)
+                for to, rows in zip(views, others, strict=True):
+                    to[block, :, slots].copy_(rows[other, :, slots], non_blocking=True)
 
     def _launch(self, target: PagedKV, source: PagedKV, spans: torch.Tensor) -> bool:
-        views, device = (target.head_view(), source.head_view()), self._device.tensor.device
-        return self._kernel.runs(lambda copy: copy(*views, to_device(spans, device)))
+        device = self._device.tensor.device
+        return self._kernel.runs(lambda copy: copy(target.head_view(), source.head_view(), to_device(spans, device)))
 
 
 class KVStore:

@@ -22,7 +22,7 @@ from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.errors import ModelError
 from skipjoin.model.grammars import Grammars
-from skipjoin.model.kv_cache import PagedKV, kv_shape
+from skipjoin.model.kv_cache import PagedKV, kv_heads
 from skipjoin.model.state_cache import StateCache
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
@@ -137,16 +137,23 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
             f"swap_dtype {swap_dtype} rounds keys, and those of {config.architecture} have positions: leave swap_dtype "
             "auto"
         )
-    kv_layers, kv_heads = kv_shape(config, shard)
-    shape = 2 * kv_layers * kv_heads, block_size, config.head_dim
+    swap = SWAP_FORMATS[swap_dtype]
+    if config.layer_heads and not swap.is_exact:
+        raise ModelError(
+            f"swap_dtype {swap_dtype} needs heads of one width, and layers of {config.architecture} have several: "
+            "leave swap_dtype auto"
+        )
+    heads = kv_heads(config, shard)
+    shape = 2 * sum(count for count, _ in heads), block_size, config.head_dim
+    block_bytes = PagedKV.bytes_per_block(config, block_size, model.dtype, shard, of)
+    row_bytes = of.row_bytes(config.head_dim, model.dtype.itemsize)
+    widths = [config.heads_of(layer)[1] for layer in shard.layers(config)]
     return RankSpec(
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
-        block_bytes=PagedKV.bytes_per_block(config, block_size, model.dtype, shard, of),
-        cpu_block_bytes=SWAP_FORMATS[swap_dtype].block_bytes(
-            shape, of.row_bytes(config.head_dim, model.dtype.itemsize)
-        ),
-        attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
+        block_bytes=block_bytes,
+        cpu_block_bytes=block_bytes if config.layer_heads else swap.block_bytes(shape, row_bytes),
+        attention_width=len(shard.heads(config)) * sum(widths),
         dtype=str(model.dtype).removeprefix("torch.")
         + (f", {model.weight_label} weights" if model.weight_label else ""),
         kv_cache_dtype=of.name,

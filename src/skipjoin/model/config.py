@@ -40,6 +40,14 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputSettings:
+    """An input of each layer for each token, of `width` numbers."""
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSettings:
     """A layer of a pooled vector: matrix [outputs, inputs] `linear.weight` of the safetensors `file`."""
 
@@ -113,6 +121,11 @@ class ModelConfig:
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
         position_offset: First position of an encoder.
         distance_buckets: Embeddings of the distances of two tokens in one direction, up to `farthest`.
+        layer_heads: KV heads and head width of each layer, where they differ; `num_kv_heads` and `head_dim` are the
+            largest.
+        has_wide_mlps: Whether the MLPs of layers without KV of their own are twice as wide.
+        key_is_value: Whether layers without a window have no projection of values.
+        kv_sources: The layer whose KV each layer reads, where some layers have none of their own.
         chunks: Lengths of the chunks of a context within which some layers attend. Blocks must not lie in two.
         has_position_keys: Keys have their positions as numbers, so that KV must not be rounded.
         source: config.json as text, for transformers' modeling code; empty for native families.
@@ -165,6 +178,11 @@ class ModelConfig:
     distance_buckets: int = 0
     farthest: int = 0
     pooling: PoolingSettings | None = None
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    has_wide_mlps: bool = False
+    key_is_value: bool = False
+    layer_inputs: LayerInputSettings | None = None
     chunks: tuple[int, ...] = ()
     has_position_keys: bool = False
     source: str = ""
@@ -175,6 +193,13 @@ class ModelConfig:
         if of is None or of.task is not Task.EMBED:
             return 1
         return of.dense[-1].outputs if of.dense else self.hidden_size
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the number and width of a layer's KV heads."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    def kv_source(self, layer: int) -> int:
+        return self.kv_sources[layer] if self.kv_sources else layer
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

@@ -31,8 +31,9 @@ def cache_format_of(kv_cache_dtype: str, config: ModelConfig) -> CacheFormat:
 class PagedKV:
     """Paged KV cache of a rank's layers and KV heads.
 
-    `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, row], so that a move is one copy per block.
-    Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
+    `tensor` is contiguous, [num_blocks, numbers], so that a move is one copy per block. For each layer, a block has [2,
+    kv_heads, block_size, row]. Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's
+    length.
     """
 
     def __init__(
@@ -55,19 +56,28 @@ class PagedKV:
             self.states = StateCache(state_slots, config, dtype, device, pin=pin, shard=shard)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.format, self._head_dim = of, config.head_dim
+        self.format = of
         storage: torch.dtype = getattr(torch, of.storage) if of.storage else dtype
-        layers, kv_heads = kv_shape(config, shard)
-        shape = (num_blocks, layers, 2, kv_heads, block_size, of.row(config.head_dim))
+        heads = kv_heads(config, shard)
+        self._dims = [dim for _, dim in heads]
+        sizes = [2 * count * block_size * of.row(dim) for count, dim in heads]
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard, of)
-            self.tensor = cpu_bytes(self, size, pin=pin).view(storage).view(shape)
+            self.tensor = cpu_bytes(self, size, pin=pin).view(storage).view(num_blocks, -1)
         else:
-            self.tensor = torch.zeros(shape, dtype=storage, device=device)
-        self._rows = _by_layer(self.tensor)
+            self.tensor = torch.zeros((num_blocks, sum(sizes)), dtype=storage, device=device)
+        parts = [
+            part.unflatten(1, (2, count, block_size, -1))
+            for part, (count, _) in zip(self.tensor.split(sizes, dim=1), heads, strict=True)
+        ]
+        self._row = parts[0].shape[-1] if len({*heads}) == 1 else 0
+        self._rows = [*map(_keys_and_values, parts)]
         # Per layer [num_blocks, block_size, kv_heads, head_dim]: kernels use the strides.
-        self._layers = _by_layer(self.tensor[..., : config.head_dim])
-        self._scales = _by_layer(self.tensor.view(torch.float32)[..., -1]) if of.has_scale else []
+        self._layers = [_keys_and_values(part[..., :dim]) for part, dim in zip(parts, self._dims, strict=True)]
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if of.has_scale:
+            self._scales = [_keys_and_values(part.view(torch.float32)[..., -1]) for part in parts]
+        self._parts = parts
 
     @property
     def block_bytes(self) -> int:
@@ -87,20 +97,26 @@ class PagedKV:
             stored[where] = self.format.quantize(new)
 
     def read(self, index: int, where: Where, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (self.format.dequantize(part[where], self._head_dim, dtype) for part in self._rows[index])
+        keys, values = (self.format.dequantize(part[where], self._dims[index], dtype) for part in self._rows[index])
         return keys, values
 
     def block_view(self) -> torch.Tensor:
-        return self.tensor.view(self.num_blocks, -1)
+        return self.tensor
+
+    def head_views(self) -> list[torch.Tensor]:
+        """Return views [num_blocks, heads, block_size, row] that have all heads, one if all are of one width."""
+        return [self.head_view()] if self._row else [part.flatten(1, 2) for part in self._parts]
 
     def head_view(self) -> torch.Tensor:
-        return self.tensor.view(self.num_blocks, -1, *self.tensor.shape[-2:])
+        """Return all heads, [num_blocks, heads, block_size, row], of a model whose heads are of one width."""
+        return self.tensor.view(self.num_blocks, -1, self.block_size, self._row)
 
     @staticmethod
     def bytes_per_block(
         config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE, of: CacheFormat = AUTO
     ) -> int:
-        return _heads(config, shard) * block_size * of.row_bytes(config.head_dim, dtype.itemsize)
+        rows = (2 * count * of.row_bytes(dim, dtype.itemsize) for count, dim in kv_heads(config, shard))
+        return block_size * sum(rows)
 
 
 class SwapPool:
@@ -119,7 +135,7 @@ class SwapPool:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks, self.format = num_blocks, of
-        self.shape = (_heads(config, shard), block_size, config.head_dim)
+        self.shape = (2 * sum(count for count, _ in kv_heads(config, shard)), block_size, config.head_dim)
         self.block_bytes = of.block_bytes(self.shape, 0)
         self.tensor = cpu_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
 
@@ -127,16 +143,16 @@ class SwapPool:
         return self.tensor
 
 
-def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(tensor[:, i, 0].transpose(1, 2), tensor[:, i, 1].transpose(1, 2)) for i in range(tensor.shape[1])]
+def _keys_and_values(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return part[:, 0].transpose(1, 2), part[:, 1].transpose(1, 2)
 
 
-def kv_shape(config: ModelConfig, shard: Shard) -> tuple[int, int]:
-    """Return a rank's layers and heads of KV. Models without attention have blocks to count tokens."""
-    layers = 0 if config.is_encoder else len(shard.kv_layers(config))
-    return (layers, len(shard.kv_heads(config))) if layers else (1, 1)
+def kv_heads(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """Return the number and width of a rank's KV heads in each of its layers that have KV.
 
-
-def _heads(config: ModelConfig, shard: Shard) -> int:
-    layers, kv_heads = kv_shape(config, shard)
-    return layers * 2 * kv_heads
+    Models without attention have blocks to count tokens.
+    """
+    layers = [] if config.is_encoder else shard.kv_layers(config)
+    if config.layer_heads:
+        return [config.heads_of(layer) for layer in layers]
+    return [(len(shard.kv_heads(config)), config.head_dim)] * len(layers) or [(1, config.head_dim)]

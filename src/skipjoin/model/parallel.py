@@ -100,6 +100,8 @@ class Shard:
 
     def kv_layers(self, config: ModelConfig) -> Sequence[int]:
         own, of = self.layers(config), config.states
+        if config.kv_sources:
+            return [layer for layer in own if config.kv_source(layer) == layer]
         return own if of is None else [layer for layer in own if layer not in of.layers]
 
     def state_layers(self, config: ModelConfig) -> Sequence[int]:
@@ -128,6 +130,11 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
         raise ModelError(
             f"{config.architecture}, whose layers have states, runs on one rank only, got {ranks}: set "
             "tensor_parallel_size and pipeline_parallel_size to 1"
+        )
+    if ranks > 1 and config.layer_heads:
+        raise ModelError(
+            f"{config.architecture}, whose layers have heads of several widths, runs on one rank only, got {ranks}: "
+            "set tensor_parallel_size and pipeline_parallel_size to 1"
         )
     heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts
     has_mlp = of is None or len(of.layers) < config.num_layers or config.shared_width > 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skipjoin.config import unknown
@@ -48,6 +49,9 @@ class ModelShape:
     kv_cache_dtype: str = "auto"
     experts: ExpertShape | None = None
     states: StateShape | None = None
+    # Number and width of the KV heads of each layer that has KV, where these differ.
+    layer_heads: tuple[tuple[int, int], ...] = ()
+    looked_up: int = 0  # numbers of tables beside the embedding, of which a token reads a row
 
     @property
     def kv_layers(self) -> int:
@@ -96,7 +100,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
+        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.head_parameters + self.looked_up
 
     @property
     def weight_bytes(self) -> int:
@@ -117,15 +121,19 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
-        return 2 * self.kv_layers * self.kv_heads * self._row_bytes
+        return 2 * sum(count * self._row_bytes(width) for count, width in self._heads())
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
+        if self.layer_heads:
+            return block_size * self.kv_bytes_per_token
         shape = 2 * self.kv_layers * self.kv_heads, block_size, self.head_dim
-        return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes)
+        return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes(self.head_dim))
 
-    @property
-    def _row_bytes(self) -> int:
-        return CACHE_FORMATS[self.kv_cache_dtype].row_bytes(self.head_dim, self.parameter_bytes)
+    def _heads(self) -> Sequence[tuple[int, int]]:
+        return self.layer_heads or [(self.kv_heads, self.head_dim)] * self.kv_layers
+
+    def _row_bytes(self, width: int) -> int:
+        return CACHE_FORMATS[self.kv_cache_dtype].row_bytes(width, self.parameter_bytes)
 
     @property
     def flops_per_token(self) -> int:

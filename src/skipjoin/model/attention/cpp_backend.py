@@ -38,7 +38,7 @@ class CppAttention(AttentionBackend):
         arguments = AttentionCall(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            keys.data_ptr(), values.data_ptr(), out.data_ptr(), *cache_arguments(batch, kv),
+            keys.data_ptr(), values.data_ptr(), out.data_ptr(), *cache_arguments(batch, kv, layer),
             count, key.shape[1], dim, window, softmax.scale, softmax.cap, address(softmax.sinks),
         )  # fmt: skip
         self._run(CPP_DTYPES.index(query.dtype), arguments, threads_here())

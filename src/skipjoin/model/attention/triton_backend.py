@@ -12,6 +12,7 @@ import triton
 from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend, Call, Heads, Softmax
 from skipjoin.model.attention.check import agrees
+from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kernels.choices import Shape, decode_choice, distinct_batches, prefill_choice, tune_attention
@@ -23,6 +24,7 @@ from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.parallel import WHOLE, Shard
 from skipjoin.model.transfer import to_device
 
+# Torch attends in layers with wider heads.
 MAX_HEAD_DIM = 256
 
 
@@ -66,10 +68,15 @@ class TritonAttention(AttentionBackend):
         self._invariant = invariant
         if invariant:
             self.name = "triton-invariant"
-        self._planned: _Plan | None = None
+        self._plans: dict[tuple[int, int], _Plan] = {}  # of one batch, by number and width of KV heads
+        self._of_wide = TorchAttention()
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
         (query, key, value), (layer, softmax, window, cos_sin, norms) = heads, call
+        if query.shape[2] > MAX_HEAD_DIM:
+            if self._invariant:
+                raise ValueError(f"batch_invariant needs heads of at most {MAX_HEAD_DIM} numbers, got {query.shape[2]}")
+            return self._of_wide.run(heads, kv, batch, call)
         kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin, norms)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._fill(out, query, kv, batch, None, layer=layer, softmax=softmax, window=window)
@@ -88,10 +95,11 @@ class TritonAttention(AttentionBackend):
         window: int,
     ) -> None:
         cache = (*kv.layer(layer), kv.scales(layer))
+        kind = cache[0].shape[2], query.shape[2]
+        plan = self._plans.get(kind)
         # Compared by identity; holding the batch keeps its identity from being reused.
-        if self._planned is None or self._planned.batch is not batch or self._planned.among is not among:
-            self._planned = self._plan(query, cache[0].shape[2], batch, among)
-        plan = self._planned
+        if plan is None or plan.batch is not batch or plan.among is not among:
+            plan = self._plans[kind] = self._plan(query, kind[0], batch, among)
         if plan.decodes:
             decode_attention(
                 out, query, *cache, batch.block_tables, plan.work_of(layer, window),
@@ -108,7 +116,7 @@ class TritonAttention(AttentionBackend):
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard = WHOLE
     ) -> None:
         """Measure kernel sizes and keep them on disk. Takes up to 2 GiB, and must not run in a capture."""
-        if device.type == "cuda" and not self._invariant:
+        if device.type == "cuda" and not self._invariant and config.head_dim <= MAX_HEAD_DIM:
             kv_heads = len(shard.kv_heads(config))
             card, group = _card(device), len(shard.heads(config)) // kv_heads
             shape = Shape(dtype, group, config.head_dim, block_size, card.wgmma)
@@ -124,8 +132,6 @@ class TritonAttention(AttentionBackend):
 
     def _plan(self, query: torch.Tensor, kv_heads: int, batch: PackedBatch, among: Sequence[int] | None) -> _Plan:
         device, (_, heads, dim) = query.device, query.shape
-        if dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {dim}, the kernels take at most {MAX_HEAD_DIM}")
         shape = Shape(query.dtype, heads // kv_heads, dim, batch.block_size, _card(device).wgmma)
         table = self._table_of(device)
         attending = range(len(batch.lengths)) if among is None else among

@@ -58,10 +58,10 @@ class AttentionCall(ctypes.Structure):
     )  # fmt: skip
 
 
-def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
+def cache_arguments(batch: PackedBatch, kv: PagedKV, layer: int = 0) -> tuple[int | None, ...]:
     down = None if batch.plain else batch.reversed.data_ptr()
     return (
-        *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
+        *kv.layer(layer)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
         batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), down, *batch.block_tables.shape, kv.block_size,
         kv.format.has_scale,
     )  # fmt: skip

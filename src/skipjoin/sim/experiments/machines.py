@@ -17,6 +17,7 @@ from skipjoin.config.shared import (
     check_swap_type,
 )
 from skipjoin.core.step import STATE_SHARE, StateSizes
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model, model_id
@@ -52,6 +53,8 @@ def shape_of(name: str) -> ModelShape:
     except ModelError as error:
         raise ConfigError(f"--model: {error}") from error
     of, bytes_each = config.experts, 4 if config.dtype_name == "float32" else 2
+    inputs, layers = config.layer_inputs, range(config.num_layers)
+    owners = [layer for layer in layers if config.kv_source(layer) == layer] if config.layer_heads else []
     return ModelShape(
         model_id(name, folder),
         config.num_layers,
@@ -67,6 +70,8 @@ def shape_of(name: str) -> ModelShape:
         bytes_each,
         experts=None if of is None else ExpertShape(of.count, of.per_token, of.width, len(of.layers), bytes_each),
         states=_states_of(config, bytes_each),
+        layer_heads=tuple(map(config.heads_of, owners)),
+        looked_up=0 if inputs is None else inputs.vocab_size * inputs.width * config.num_layers,
     )
 
 
@@ -161,6 +166,8 @@ class Machine:
         if self.model is None:
             raise ConfigError(f"model must be given for hardware {group.name}, such as opt-13b")
         shape = replace(shape_of(self.model), kv_cache_dtype=self.kv_cache_dtype)
+        if shape.layer_heads and not SWAP_FORMATS[self.swap_dtype].is_exact:
+            raise ConfigError(f"--swap-dtype {self.swap_dtype} needs heads of one width, {shape.name} has several")
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)

@@ -60,6 +60,10 @@ _ROPE_BY_KIND = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
 }
 _QUERIES_GROW = _YARN | {"original_max_position_embeddings": 8, "factor": 16.0, "llama_4_scaling_beta": 0.5}
+_GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size_per_layer_input": 32},
+    **{"layer_types": _KINDS * 2, "vocab_size_per_layer_input": VOCAB},
+}
 _LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
     "short_factor": [1.0 + 0.1 * pair for pair in range(8)], "long_factor": [2.0] * 8,
@@ -154,6 +158,23 @@ CONFIGS = {
         query_pre_attn_scalar=20,
         rope_parameters=_ROPE_BY_KIND,
     ),
+    "gemma4": _config(
+        "Gemma4TextConfig",
+        **_GATED | _GEMMA4 | {"num_hidden_layers": 4},
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma4-experts": _config(
+        "Gemma4TextConfig",
+        **_GATED | _GEMMA4 | {"hidden_size_per_layer_input": 0, "layer_types": _KINDS},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=3,
+        moe_intermediate_size=64,
+    ),
     "opt": _config("OPTConfig", **_SHAPE, ffn_dim=96),
     "opt-after": _config("OPTConfig", **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32),
 }
@@ -202,6 +223,9 @@ def make_reference(name: str, **changes: Any) -> transformers.PreTrainedModel:
     for label, parameter in model.named_parameters():
         spread = 0.12 if parameter.dim() > 1 else 0.3
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)
+    for label, buffer in model.named_buffers():
+        if label.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 
 

@@ -129,10 +129,9 @@ class _Kept(TorchOps):
         return weight
 
 
-def stacked(weights: Weights, name: str, shape: torch.Size) -> Any:
-    """Return the matrix [out, in] of each expert of a tensor that has all, which is [in, out] in gpt-oss."""
+def stacked(weights: Weights, name: str, shape: torch.Size, *, is_transposed: bool) -> Any:
+    """Return the matrix [out, in] of each expert of a tensor that has all, which is [in, out] if `is_transposed`."""
     count, *sizes = shape
-    is_transposed = not name.endswith(".weight")
     out, inputs = sizes[::-1] if is_transposed else sizes
     return weights.stacked(_Kept(), Stack(name, count, out, inputs, is_transposed=is_transposed), None)
 
@@ -145,8 +144,10 @@ def check(path: Path, reference, folder: Path, spec: LoadSpec = PLAIN) -> None:
     weights = format_of(files, PLAIN).open(of)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if tensor.dim() == 3 and "conv" not in name:
-            for found, expert in zip(stacked(weights, name, tensor.shape), tensor, strict=True):
-                assert torch.equal(found, expert.T if "gate_up_proj" in name or "down_proj" in name else expert), name
+            turned = reference.config.model_type == "gpt_oss"
+            experts = stacked(weights, name, tensor.shape, is_transposed=turned)
+            for found, expert in zip(experts, tensor, strict=True):
+                assert torch.equal(found, expert.T if turned else expert), name
             continue
         if name.endswith(".A_log"):  # files have its exponential
             torch.testing.assert_close(weights.take(name, *tensor.shape), tensor, atol=1e-6, rtol=1e-6)
@@ -370,25 +371,28 @@ def test_byte_level_tokenizer_gives_the_ids_of_its_source(pre: str, tmp_path: Pa
         assert ours.decode(ours.encode(text)) == source.decode(source.encode(text).ids), text
 
 
-@pytest.mark.parametrize("has_prefix", [True, False])
-def test_sentencepiece_tokenizer_gives_the_ids_of_its_source(has_prefix: bool, tmp_path: Path) -> None:
-    source = byte_fallback()
+@pytest.mark.parametrize("kind", ["with a prefix", "without", "gemma4"])
+def test_sentencepiece_tokenizer_gives_the_ids_of_its_source(kind: str, tmp_path: Path) -> None:
+    source, has_prefix = byte_fallback(), kind == "with a prefix"
     raw = json.loads(source.to_str())
     tokens = [source.id_to_token(index) for index in range(source.get_vocab_size())]
-    ranks = {"".join(pair): -float(rank) for rank, pair in enumerate(raw["model"]["merges"], 1)}
+    merges = raw["model"]["merges"]
+    ranks = {"".join(pair): -float(rank) for rank, pair in enumerate(merges, 1)}
     types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
     if not has_prefix:
         source.normalizer = normalizers.Replace(" ", "\u2581")
         source.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    order = {"model": "llama", "scores": [ranks.get(token, -1e6) for token in tokens]}
+    if kind == "gemma4":
+        order = {"model": kind, "pre": kind, "merges": [" ".join(pair) for pair in merges]}
     write_vocabulary(
         tmp_path / "m.gguf",
         {
-            "model": "llama",
+            **order,
             "tokens": tokens,
             "types": types,
-            "scores": [ranks.get(token, -1e6) for token in tokens],
             "ids": {"bos": 1, "eos": 2, "unknown": 0},
-            "flags": {} if has_prefix else {"add_space_prefix": False},
+            "flags": {} if has_prefix or kind == "gemma4" else {"add_space_prefix": False},
         },
     )
     ours = load_tokenizer(tmp_path / "m.gguf")

@@ -127,7 +127,7 @@ def test_queries_grow_with_rotary_positions_of_any_kind(tmp_path):
     torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
 
 
-SEEING = {"Gemma3": "gemma3", "Mistral3": "ministral3", "Qwen2_5_VL": "qwen2", "Qwen3VL": "qwen3"}
+SEEING = {"Gemma3": "gemma3", "Gemma4": "gemma4", "Mistral3": "ministral3", "Qwen2_5_VL": "qwen2", "Qwen3VL": "qwen3"}
 
 
 def check_saved(kind, config, folder, change=lambda folder: None) -> None:

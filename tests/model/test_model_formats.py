@@ -28,7 +28,7 @@ RECORD = Path(__file__).with_name("model_formats.json")
 FAMILIES = [
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3"),
     *("olmo2", "olmo3", "granite", "glm", "glm4", "exaone4", "cohere", "cohere2", "gpt-neox", "starcoder2", "opt"),
-    *("seed-oss", "ernie4.5", "helium", "cwm"),
+    *("gemma4", "seed-oss", "ernie4.5", "helium", "cwm"),
     *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
     *("gpt-oss", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"),
 ]

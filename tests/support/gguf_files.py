@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     **{
         **{"granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe"},
         "gemma3_text": "gemma3",
+        "gemma4_text": "gemma4",
         "qwen3_moe": "qwen3moe",
         "qwen2_moe": "qwen2moe",
         "glm": "chatglm",
@@ -137,6 +138,9 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "intermediate_size"):
         writer.add_feed_forward_length(_width(config))
     writer.add_head_count(heads)
+    if config.model_type == "gemma4_text":
+        _add_gemma4(writer, config)
+        return
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if config.model_type == "lfm2":
         kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
@@ -200,6 +204,41 @@ def _add_settings_of_parts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(width)
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    of = [config.per_layer_config[layer] for layer in range(len(slides))]
+    wide, own = of[-1].head_dim, len(slides) - config.num_kv_shared_layers
+    narrow = of[0].head_dim
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in of])
+    writer.add_key_length(wide)
+    writer.add_value_length(wide)
+    writer.add_key_length_swa(narrow)
+    writer.add_value_length_swa(narrow)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    if config.use_double_wide_mlp:
+        writer.kv_data[0].pop("gemma4.feed_forward_length")
+        writer.add_feed_forward_length(
+            [config.intermediate_size * (1 + (layer >= own)) for layer in range(len(slides))]
+        )
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+    writer.add_float32("gemma4.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(narrow)
+    turning = int(rope["full_attention"]["partial_rotary_factor"] * wide // 2)
+    writer.add_tensor("rope_freqs.weight", np.where(np.arange(wide // 2) < turning, 1, 1e30).astype(np.float32))
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
 def _width(config: Any) -> int:
     if config.model_type != "lfm2" or not config.block_auto_adjust_ff_dim:
         return int(config.intermediate_size)
@@ -254,10 +293,14 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     random = np.random.default_rng(1)
     done = set()
-    for name, parameter in model.named_parameters():
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for name, parameter in [*model.named_parameters(), *scalars]:
         if parameter.data_ptr() in done:
             continue
         done.add(parameter.data_ptr())
+        if config.model_type == "gemma4_text" and (".experts." in name or parameter.dim() == 1):
+            _add_part_of_gemma4(writer, name, parameter, names, kind)
+            continue
         if ".experts." in name:
             _add_experts(writer, name, parameter, kind, is_gpt_oss=config.model_type == "gpt_oss")
             continue
@@ -278,6 +321,7 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         order = stored(name, np.arange(len(weight)), config)
         rows = np.ascontiguousarray(weight[order])
         from_one = config.model_type.startswith(("gemma", "nemotron", "qwen3_next", "qwen3_5"))
+        from_one = from_one and config.model_type != "gemma4_text"
         if weight.ndim == 1 and from_one and "norm" in name and name.endswith(".weight"):
             rows += 1
             parameter.data = torch.from_numpy(rows) - 1
@@ -373,6 +417,21 @@ def _add_experts(
         blocks = gguf.quantize(view.contiguous().numpy(), kind)
         writer.add_tensor(found, blocks, raw_dtype=kind)
         view.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
+
+
+def _add_part_of_gemma4(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, names: gguf.TensorNameMap, kind: Kind
+) -> None:
+    layer, weight = name.split(".")[2], parameter.detach().numpy()
+    others = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    others |= {"layer_scalar": "layer_output_scale.weight"}
+    found = next((f"blk.{layer}.{one}" for end, one in others.items() if name.endswith(end)), None)
+    if weight.ndim == 1:
+        writer.add_tensor(found or names.get_name(name, try_suffixes=(".weight",)), weight)
+        return
+    blocks = gguf.quantize(weight, kind)
+    writer.add_tensor(f"{names.get_name(name)}.weight", blocks, raw_dtype=kind)
+    parameter.data.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, described: Mapping[str, Any]) -> None:

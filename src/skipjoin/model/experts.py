@@ -78,11 +78,17 @@ def gated_experts(builder: Builder, name: str) -> MakeExperts:
     if None in shapes:
         return separate_experts(builder, name, ("gate_proj", "up_proj"), "down_proj")
     is_transposed = shapes == [(of.count, hidden, 2 * of.width), (of.count, of.width, hidden)]
+    return joined_experts(builder, name, GATED, is_transposed=is_transposed)
+
+
+def joined_experts(builder: Builder, name: str, gate: str, *, is_transposed: bool = False) -> MakeExperts:
+    of, hidden = builder.config.experts, builder.config.hidden_size
+    assert of is not None
     own = builder.shard.expert_columns(builder.config)
     rows = torch.cat([torch.arange(first + own.start, first + own.stop) for first in (0, of.width)])
     up = Stack(f"{name}.gate_up_proj", of.count, 2 * of.width, hidden, is_transposed, rows=rows)
     down = Stack(f"{name}.down_proj", of.count, hidden, of.width, is_transposed, columns=own)
-    return stacked_experts(builder, up, down, GATED)
+    return stacked_experts(builder, up, down, gate)
 
 
 def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str) -> MakeExperts:

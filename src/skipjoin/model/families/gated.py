@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.builder import Builder
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.config_fields import SIZES, activation, factor, rope
 from skipjoin.model.errors import ModelError
 from skipjoin.model.layers import SequentialLayer
@@ -47,6 +48,10 @@ def gate_function(name: str) -> str:
     if (found := activation(name)) not in _GATES:
         raise ModelError(f"activation {name!r} is not supported in gated layers, only {' and '.join(_GATES)} are")
     return found
+
+
+def gate_of(config: ModelConfig) -> str:
+    return _GATES[config.activation]
 
 
 class LayerNorms(NamedTuple):
@@ -108,8 +113,7 @@ def gated_attention(
 
 def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: bool = True) -> tuple[Linear, Linear]:
     up = f"{name}.gate_up_proj" if is_joined else [f"{name}.gate_proj", f"{name}.up_proj"]
-    gate = _GATES[builder.config.activation]
-    return builder.mlp(up, f"{name}.down_proj", gate, is_joined=is_joined, begins=begins)
+    return builder.mlp(up, f"{name}.down_proj", gate_of(builder.config), is_joined=is_joined, begins=begins)
 
 
 def norms_before(builder: Builder, name: str) -> tuple[Norm, Norm]:

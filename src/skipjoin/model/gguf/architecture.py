@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 # Tensors without a suffix.
-_BARE = ("ssm_a", "ssm_d")
+_BARE = ("ssm_a", "ssm_d", "ffn_gate_inp.scale", "ffn_down_exps.scale")
 # Tensors of a delta rule whose rows are values' heads.
 _OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -48,6 +48,7 @@ class Architecture(NamedTuple):
         has_paired_rows: Values that are rotated together are neighbors in heads.
         has_joined_heads: Rows of a projection are all queries, then all keys and values, not those of each head.
         has_tiled_values: Heads of a recurrence's values are ordered by their number at their key, and then by the key.
+        has_layer_heads: Heads and rotary positions of layers with a window differ from those of others.
         has_alternating_gates: Rows of experts' gates and of what they gate alternate in checkpoints.
     """
 
@@ -69,6 +70,7 @@ class Architecture(NamedTuple):
     has_joined_heads: bool = False
     has_tiled_values: bool = False
     has_alternating_gates: bool = False
+    has_layer_heads: bool = False
 
     @property
     def parts(self) -> frozenset[str]:

@@ -66,6 +66,44 @@ _GEMMA2 = _GEMMA._replace(
     numbers={name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
     has_windows=True,
 )
+_GEMMA4 = Architecture(
+    "Gemma4ForCausalLM",
+    {
+        **_GEMMA2.layers,
+        **_QK_NORMS,
+        **{f"{part}_feedforward_layernorm_2": f"{part}_ffw_norm_2" for part in ("pre", "post")},
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "router.proj": "ffn_gate_inp",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "layer_scalar": "layer_output_scale",
+    },
+    _RMS_EPSILON,
+    {},
+    outer={
+        **OUTER,
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
+    },
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    numbers={
+        "head_dim": "attention.key_length_swa",
+        "num_kv_shared_layers": "attention.shared_kv_layers",
+        "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "num_experts": "expert_count",
+        "top_k_experts": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    },
+    has_windows=True,
+    has_layer_heads=True,
+)
 _OLMO2 = Architecture(
     "Olmo2ForCausalLM",
     _ATTENTION | _QK_NORMS | _POST_NORMS | _GATED,
@@ -227,6 +265,7 @@ ARCHITECTURES = {
         layers={**_GEMMA2.layers, **_QK_NORMS},
         numbers={"rope_local_base_freq": "rope.freq_base_swa"},
     ),
+    "gemma4": _GEMMA4,
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, QKV),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",

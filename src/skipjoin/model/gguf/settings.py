@@ -23,7 +23,16 @@ _SAMPLING = {
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 # Control tokens that end an answer in whichever vocabulary has them. Files name only one.
-_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+_ENDS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+)
 # In vocabularies with the first of these, an answer has several parts, each of which <|end|> ends.
 _ENDS_OF_PARTS = ("<|return|>", "<|call|>", "<|endoftext|>")
 CONTROL = 3
@@ -31,6 +40,8 @@ CONTROL = 3
 _POOLINGS = (None, "mean", "cls", "last")
 # More are refused when the whole configuration is checked.
 _MAX_LAYERS = 1 << 14
+# Factor of pairs that do not turn, in float32.
+_STILL = struct.unpack("<f", struct.pack("<f", 1e30))[0]
 # Layers of the largest models.
 _LARGEST = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -77,13 +88,13 @@ def _config(file: Gguf) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": _number(file, "feed_forward_length", _metadata(file, "expert_feed_forward_length")),
+        "intermediate_size": _width(file, of),
         "max_position_embeddings": _number(file, "context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         # The next larger number, because the product with `head_dim` is rounded down.
         "partial_rotary_factor": math.nextafter(rotated / max(head_dim, 1), 1.0),
         "rope_theta": _number(file, "rope.freq_base", 10000.0),
-        "rope_parameters": _rope(file, of, rotated),
+        "rope_parameters": _rope(file, of, rotated, head_dim),
         ours: _number(file, theirs),
         **of.fixed,
         **biased(file, of),
@@ -92,6 +103,8 @@ def _config(file: Gguf) -> dict[str, Any]:
     if kinds is not None:
         config["layer_types"] = kinds
     config |= _windows(file, of, config)
+    if of.has_layer_heads:
+        config |= _layer_heads(file, config, head_dim)
     if of.name in _LARGEST:
         config["query_pre_attn_scalar"] = _query_scalar(of, config)
     if "linear_num_value_heads" in config:
@@ -114,6 +127,45 @@ def _config(file: Gguf) -> dict[str, Any]:
         config["norm_topk_prob"] = sums_to_one
     refuse_unread(file, of, config)
     return config
+
+
+def _width(file: Gguf, of: Architecture) -> Any:
+    found = _metadata(file, "feed_forward_length")
+    if of.has_layer_heads and isinstance(found, list) and found:
+        return min(found)  # of layers with KV of their own
+    return _number(file, "feed_forward_length", _metadata(file, "expert_feed_forward_length"))
+
+
+def _layer_heads(file: Gguf, config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return Gemma 4's settings of layers, `head_dim` being that of layers that attend to all tokens."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types") or []
+    counts = _metadata(file, "attention.head_count_kv")
+    counts = counts if isinstance(counts, list) else [_number(file, "attention.head_count_kv")] * len(kinds)
+    widths = _metadata(file, "feed_forward_length")
+    if not len(kinds) == len(counts) == layers:
+        raise GgufError(
+            f"{file.path} has {len(counts)} numbers of heads and {len(kinds)} windows for {layers} layers, which must "
+            "be as many: download it again"
+        )
+    own = layers - int(config.get("num_kv_shared_layers", 0))
+    of_all = [layer for layer in range(min(own, layers)) if kinds[layer] == "full_attention"]
+    embedding = file.tensors.get("per_layer_token_embd.weight")
+    sliding = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base_swa", 10000.0)}
+    experts = config.get("num_experts", 0)
+    return {
+        "global_head_dim": head_dim,
+        "num_key_value_heads": max(counts),
+        "per_layer_config": {str(layer): {"num_key_value_heads": count} for layer, count in enumerate(counts)},
+        "attention_k_eq_v": bool(of_all) and f"blk.{of_all[0]}.attn_v.weight" not in file.tensors,
+        "use_double_wide_mlp": isinstance(widths, list) and max(widths) > min(widths),
+        "vocab_size_per_layer_input": 0 if embedding is None else embedding.shape[0],
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "enable_moe_block": experts > 0,
+        "rope_parameters": {
+            "sliding_attention": sliding,
+            "full_attention": {**config["rope_parameters"], "rope_theta": config["rope_theta"]},
+        },
+    }
 
 
 def _windows(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,6 +197,8 @@ def _query_scalar(of: Architecture, config: dict[str, Any]) -> int:
 
 def _kv_heads(file: Gguf, of: Architecture, heads: int) -> tuple[Any, list[str] | None]:
     found = _metadata(file, "attention.head_count_kv")
+    if of.has_layer_heads:
+        return None, None
     if not (of.state_kind and isinstance(found, list) and 0 in found):
         return _number(file, "attention.head_count_kv", heads), None
     some = [count for count in found if count != 0]
@@ -163,7 +217,7 @@ def _kinds(file: Gguf, layers: int) -> list[str] | None:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
+def _rope(file: Gguf, of: Architecture, rotated: int, head_dim: int) -> dict[str, Any]:
     # Without a kind, a factor is that of linear scaling, also under its older name.
     older = _number(file, "rope.scale_linear", 0)
     factor = _number(file, "rope.scaling.factor", older)
@@ -173,6 +227,8 @@ def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
             f"{file.path} has {file.architecture}.rope.scaling.factor {factor:g} besides a tensor {ROPE_FACTORS!r}, "
             "which is not supported: give the folder or hub id of the model that it was made from"
         )
+    if of.has_layer_heads:
+        return _proportional(file, rotated, head_dim)
     if (factors := _factors(file, ROPE_FACTORS, rotated)) is not None:
         return {"rope_type": "factors", "factors": factors}
     if (factors := _factors(file, SHORT_FACTORS, rotated)) is not None:
@@ -200,6 +256,19 @@ def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
         if (share := _number(file, "rope.scaling.attn_factor", 1.0)) != 1:
             given["attention_factor"] = share * (0.1 * math.log(max(given["factor"], 1.0)) + 1)
     return given
+
+
+def _proportional(file: Gguf, rotated: int, head_dim: int) -> dict[str, Any]:
+    pairs = _factors(file, ROPE_FACTORS, rotated) or [1.0] * (rotated // 2)
+    turning = sum(factor == 1 for factor in pairs)
+    if rotated != head_dim or any(factor not in (1, _STILL) for factor in pairs) or 1 in pairs[turning:]:
+        raise GgufError(
+            f"{file.path} has factors of rotary positions in {ROPE_FACTORS!r} that are not supported: give the folder "
+            "or hub id of the model that it was made from"
+        )
+    # The next larger number, because the product is rounded down.
+    share = math.nextafter(2 * turning / max(head_dim, 1), 2)
+    return {"rope_type": "proportional", "partial_rotary_factor": min(1.0, share)}
 
 
 def _factors(file: Gguf, name: str, rotated: int) -> list[float] | None:

@@ -151,6 +151,23 @@ def _sentencepiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokeni
     return backend, True
 
 
+def _spaced(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a tokenizer of Gemma 4, which merges characters, with a mark in place of spaces."""
+    vocabulary = _vocabulary(tokens)
+    # A merge may be of spaces' marks, and begin with a space itself.
+    pairs = [
+        (merge[: merge.index(" ", 1)], merge[merge.index(" ", 1) + 1 :]) for merge in _list(file, "merges", str, None)
+    ]
+    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    text = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, pairs, unk_token=text, fuse_unk=True, byte_fallback="<0x00>" in vocabulary)
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.decoder = decoder(False)
+    return backend, True
+
+
 def _wordpiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, None]:
     """Return a tokenizer of BERT, and None, as it surrounds texts itself."""
     cls, sep, unknown = (_index(file, tokens, names) for names in (("cls", "bos"), ("seperator", "eos"), ("unknown",)))
@@ -188,6 +205,7 @@ def _original(text: str) -> str:
 
 _KINDS: dict[str, Callable[[Gguf, Sequence[str]], tuple[tokenizers.Tokenizer, bool | None]]] = {
     "bert": _wordpiece,
+    "gemma4": _spaced,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }

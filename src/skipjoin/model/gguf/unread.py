@@ -59,6 +59,10 @@ def _following(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[
         "expert_gating_func": (0, _SOFTMAX, *([_SOFTMAX_OF_CHOSEN] if weights else [])),
     }
     rope = config["rope_parameters"]
+    if of.has_layer_heads:
+        found |= {"attention.scale": (0, 1), "rope.dimension_count_swa": (head_dim,)}
+        del found["rope.freq_base_swa"]
+        return found
     if rope["rope_type"] == "yarn":
         found["rope.scaling.yarn_ext_factor"] = (1,)
         if "llama_4_scaling_beta" in rope:

@@ -78,7 +78,8 @@ class HarshStore(KVStore):
         assert isinstance(pool, PagedKV)
         for block, (first, count) in zip(blocks, move.spans, strict=True):
             if not keeps(block, True, on_cpu):
-                spoil(pool.head_view()[block].transpose(0, 1), slice(first, first + count))
+                for view in pool.head_views():
+                    spoil(view[block].transpose(0, 1), slice(first, first + count))
 
 
 class LateCopier:

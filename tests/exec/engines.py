@@ -55,6 +55,13 @@ CONFIGS = {
     | {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 80, "max_position_embeddings": 256},
     "opt": _COMMON | {"architectures": ["OPTForCausalLM"], "ffn_dim": 80, "max_position_embeddings": 256},
 }
+# Those that run on one rank only.
+ALONE = {
+    "gemma4": _GATED
+    | {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 24}
+    | {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "attention_k_eq_v": True}
+}
 BLOCK_SIZE = 4
 # Fewer slots than requests, on both tiers.
 STATES = StateSizes("state", 4, 3, 3, 1.0)
@@ -85,7 +92,7 @@ def tiny_model(
     """
     assert loader.implementations is backends.implementations
     return random_model(
-        CONFIGS[family], seed=3, attention=attention, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        (CONFIGS | ALONE)[family], seed=3, attention=attention, quantization=quantization, kv_cache_dtype=kv_cache_dtype
     )
 
 

@@ -263,6 +263,15 @@ def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
     assert all(found[what] for what in EXPECTED.get(case, set()) - rare), found
 
 
+@pytest.mark.parametrize("case", one_in(6, FORCED, 2))
+def test_preemption_changes_no_tokens_of_layers_with_unlike_heads(case: str) -> None:
+    int8 = {"kv_cache_dtype": "int8"} if list(FORCED).index(case) // 6 % 2 else {}
+    requests = mixed_requests(common=COMMON, adopts=True)
+    found = happened(run(*forced(case, "gemma4", **int8), requests, leads=True))
+    assert outputs(requests) == outputs_alone("gemma4", common=COMMON, **int8)
+    assert found["adopted"] >= MIN_COUNT
+
+
 # A sixth of the cases stop at EOS, and another one is aborted.
 @pytest.mark.parametrize("case", one_in(6, FORCED))
 def test_preemption_changes_no_outputs_that_stop_at_eos(case: str) -> None:

@@ -29,7 +29,7 @@ EOS = "<eos>"
 Config = dict[str, Any]
 
 
-def _config(model_type: str, vocab: int, hidden: int, inner: int, layers: int, **more: int) -> Config:
+def _config(model_type: str, vocab: int, hidden: int, inner: int, layers: int, **more: Any) -> Config:
     return {
         "model_type": model_type,
         "vocab_size": vocab,
@@ -47,11 +47,18 @@ def _config(model_type: str, vocab: int, hidden: int, inner: int, layers: int, *
 _QWEN3 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
 _LLAMA_1B = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
 _SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
+# As Gemma 4 E2B, with fewer layers and words.
+_GEMMA4 = {
+    **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512},
+    **{"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2, "num_kv_shared_layers": 5},
+    **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 32_768},
+}
 SHAPES: dict[str, Config] = {
     "small": _config("llama", VOCAB, 768, 2048, 12, num_attention_heads=12, max_position_embeddings=1024),
     "smollm2": _config("llama", 49_152, 576, 1536, 30, **_SMOLLM2),
     "qwen3-0.6b": _config("qwen3", 151_936, 1024, 3072, 28, **_QWEN3),
     "llama-1b": _config("llama", 128_256, 2048, 8192, 16, **_LLAMA_1B),
+    "gemma4": _config("gemma4_text", 32_768, 1536, 6144, 10, **_GEMMA4),
     "qwen3-1.7b": _config("qwen3", 151_936, 2048, 6144, 28, **_QWEN3),
 }
 

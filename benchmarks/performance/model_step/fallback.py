@@ -1,4 +1,4 @@
-"""Measure what transformers' modeling code costs: steps of the same Llama, with its family and through transformers.
+"""Measure what transformers' modeling code costs: steps of the same model, with its family and through transformers.
 
 `CausalLM.forward` runs the model of `random_model.py` in bfloat16 in turns: a prompt of 512 tokens, and decodes of 1,
 16 and 64 sequences with a context of 128 tokens. Figures are milliseconds, and `ratio` the median over turns.
@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import harness
-from random_model import prompt_of, scratch_model
+from random_model import add_shape, prompt_of, scratch_model
 from skipjoin.model import family
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
@@ -46,9 +46,11 @@ def milliseconds(model: CausalLM, kv: PagedKV, segments: list[Segment]) -> float
 
 
 def main() -> None:
-    args = harness.parser(__doc__, repeats=7, threads=usable_cpus()).parse_args()
-    record = harness.new_record(threads=args.threads, results={})
-    with scratch_model(torch.bfloat16) as folder:
+    parser = harness.parser(__doc__, repeats=7, threads=usable_cpus())
+    add_shape(parser)
+    args = parser.parse_args()
+    record = harness.new_record(shape=args.shape, threads=args.threads, results={})
+    with scratch_model(torch.bfloat16, args.shape) as folder:
         models = {"native": load_model(folder)}
         family._families.pop(models["native"].config.family)
         models["transformers"] = load_model(folder)

@@ -30,6 +30,11 @@ _SHAPE = {
 }
 _GATED = {**_SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+_SCORED = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+}
+_GROUPS = {"n_group": 4, "topk_group": 2}
 _DELTA = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -101,6 +106,26 @@ CONFIGS = {
         head_dim=16,
         sliding_window=7,
         rope_parameters=_YARN,
+    ),
+    "glm4-moe": _config(
+        "Glm4MoeConfig", **_GATED | _SCORED, head_dim=32, attention_bias=True, use_qk_norm=True, **_GROUPS
+    ),
+    "dots1": _config("Dots1Config", **_GATED | _SCORED, norm_topk_prob=True, sliding_window=9, max_window_layers=1),
+    "ernie4.5-moe": _config(
+        "Ernie4_5_MoeConfig",
+        **_GATED,
+        moe_num_experts=6,
+        moe_k=3,
+        moe_intermediate_size=64,
+        moe_num_shared_experts=2,
+    ),
+    "minimax-m2": _config(
+        "MiniMaxM2Config",
+        **_GATED | {"intermediate_size": 64},
+        head_dim=32,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        rotary_dim=16,
     ),
     "seed-oss": _config("SeedOssConfig", **_GATED, head_dim=32, attention_out_bias=True),
     "ernie4.5": _config("Ernie4_5Config", **_GATED, head_dim=16),
@@ -196,6 +221,13 @@ HYBRIDS = {
         logits_scaling=4.0,
     ),
     "lfm2": _config("Lfm2Config", **_GATED | {"num_hidden_layers": 3}, layer_types=_CONVOLUTIONS, block_multiple_of=16),
+    "lfm2-moe": _config(
+        "Lfm2MoeConfig",
+        **_GATED | _EXPERTS | {"num_hidden_layers": 3},
+        layer_types=_CONVOLUTIONS,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
     "lfm2-biases": _config(
         "Lfm2Config",
         **_GATED,
@@ -224,7 +256,7 @@ def make_reference(name: str, **changes: Any) -> transformers.PreTrainedModel:
         spread = 0.12 if parameter.dim() > 1 else 0.3
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)
     for label, buffer in model.named_buffers():
-        if label.endswith("layer_scalar"):
+        if label.endswith(("layer_scalar", "correction_bias", "expert_bias")):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 

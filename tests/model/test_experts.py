@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_zoo import VOCAB, PagedRunner, save_reference
+from model_zoo import CONFIGS, VOCAB, PagedRunner, save_reference
 from safetensors.torch import load_file, save_file
 
+from skipjoin.model.config import ModelConfig, RoutingSettings
 from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.ops.experts import route_by_scores
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.weight_files import ModelFiles
 
@@ -35,6 +37,39 @@ def test_the_lowest_of_experts_with_equal_logits_is_chosen(dtype):
             assert chosen.tolist() == [[1, 2, 4], [0, 1, 2], [4, 9, 14]]
             whole = logits.float().softmax(-1).gather(1, chosen)
             torch.testing.assert_close(shares, whole / whole.sum(-1, keepdim=True) if among else whole)
+
+
+def test_scores_choose_the_lowest_of_equal_experts_in_the_best_groups():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 0.0, 3.0, -9.0, 1.0, 1.0]])
+    scores = logits.sigmoid()
+    cases = [
+        (RoutingSettings(), None, [4, 1, 2]),
+        # Two scores of a group count: 1 and 1 are more than 2 and 0, of which two groups are equal, and than 3 and -9.
+        (RoutingSettings(groups=4, kept=2), None, [1, 6, 7]),
+        (RoutingSettings(scale=2.0), torch.tensor([9.0, 0, 0, 9, 0, 0, 0, 0]), [0, 3, 4]),
+        (RoutingSettings(sums_to_one=False), None, [4, 1, 2]),
+    ]
+    for of, correction, expected in cases:
+        chosen, shares = route_by_scores(logits, 3, of, correction)
+        assert chosen.tolist() == [expected]
+        own = scores[:, expected]  # without the correction
+        torch.testing.assert_close(shares, own / own.sum() * of.scale if of.sums_to_one else own)
+
+
+def test_scores_of_a_token_do_not_depend_on_others():
+    logits = torch.randn(67, 41, generator=torch.Generator().manual_seed(1))
+    for of in (RoutingSettings(), RoutingSettings(squashes=False)):
+        whole = route_by_scores(logits, 6, of)
+        for row in range(67):
+            chosen, shares = route_by_scores(logits[row : row + 1], 6, of)
+            assert torch.equal(chosen[0], whole.chosen[row])
+            assert torch.equal(shares[0], whole.shares[row])
+
+
+def test_groups_that_do_not_divide_experts_are_refused():
+    raw = CONFIGS["glm4-moe"]().to_dict() | {"architectures": ["Glm4MoeForCausalLM"], "n_group": 3}
+    with pytest.raises(ModelError, match="n_group and topk_group in config.json must divide 8 experts into groups"):
+        ModelConfig.from_dict(raw)
 
 
 @needs_compiled

@@ -44,7 +44,7 @@ READ = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind
 _NOT_IN_GGUF = ("opt", "opt-after", "ministral", "qwen3-moe-dense", "helium", "cwm")
 FAMILIES = [name for name in CONFIGS if name not in _NOT_IN_GGUF and not name.endswith("-window")]
 DELTA = ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
-FAMILIES += ["lfm2", "lfm2-biases", *DELTA, "granite-hybrid", "granite-hybrid-experts"]
+FAMILIES += ["lfm2", "lfm2-moe", "lfm2-biases", *DELTA, "granite-hybrid", "granite-hybrid-experts"]
 # Those that are made of the same parts as others.
 ALIKE = {
     "glm",
@@ -57,6 +57,8 @@ ALIKE = {
     "lfm2-biases",
     "llama-linear",
     "qwen3-next",
+    "dots1",
+    "minimax-m2",
     "seed-oss",
     "ernie4.5",
 }
@@ -90,6 +92,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "mixtral": {"sliding_window": None},
+    "dots1": {"sliding_window": None, "num_key_value_heads": 4},
     "gpt-oss": {"rope_parameters": _YARN | {"truncate": False}},
     "cohere2": {"attention_bias": False, **_LATER_LAYERS},
     "exaone4": _LATER_LAYERS,
@@ -102,6 +105,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
     "lfm2-biases": {"conv_bias": False},
+    "lfm2-moe": {"routed_scaling_factor": 1.0},
     "olmoe": {"num_key_value_heads": 4},
     "granite-hybrid": {"intermediate_size": 64},  # of all MLPs
     "granite-hybrid-experts": {"mamba_proj_bias": False, "time_step_limit": (0.0, float("inf"))},

@@ -30,14 +30,15 @@ FAMILIES = [
     *("olmo2", "olmo3", "granite", "glm", "glm4", "exaone4", "cohere", "cohere2", "gpt-neox", "starcoder2", "opt"),
     *("gemma4", "seed-oss", "ernie4.5", "helium", "cwm"),
     *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
-    *("gpt-oss", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"),
+    *("glm4-moe", "dots1", "ernie4.5-moe", "minimax-m2"),
+    *("gpt-oss", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid"),
 ]
-HYBRID = {"lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"}
+HYBRID = {"lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid"}
 # llama.cpp has no such architecture, so no file can be made, or it is not read.
 NOT_IN_GGUF = {"opt", "ministral", "helium", "cwm"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
-ALIKE |= {"seed-oss", "ernie4.5", "helium", "cwm", "qwen2-moe"}
+ALIKE |= {"seed-oss", "ernie4.5", "helium", "cwm", "qwen2-moe", "dots1", "ernie4.5-moe", "minimax-m2"}
 ALIKE |= {
     "cohere",
     "cohere2",

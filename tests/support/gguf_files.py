@@ -25,6 +25,10 @@ _ARCHITECTURES = {
         "gemma4_text": "gemma4",
         "qwen3_moe": "qwen3moe",
         "qwen2_moe": "qwen2moe",
+        "glm4_moe": "glm4moe",
+        "ernie4_5_moe": "ernie4_5-moe",
+        "minimax_m2": "minimax-m2",
+        "lfm2_moe": "lfm2moe",
         "glm": "chatglm",
         "cohere": "command-r",
         "olmo3": "olmo2",
@@ -142,7 +146,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
         _add_gemma4(writer, config)
         return
     kv_heads = getattr(config, "num_key_value_heads", heads)
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type == "granitemoehybrid":
@@ -196,12 +200,49 @@ def _add_settings_of_parts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logit_scale)
     if config.model_type == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type in ("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "lfm2_moe"):
+        _add_scored(writer, config)
+        return
     if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type in ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
         width = getattr(config, "moe_intermediate_size", config.intermediate_size)
         writer.add_expert_feed_forward_length(width)
+
+
+def _add_scored(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "minimax_m2":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        return
+    if config.model_type == "lfm2_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        return
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size * config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        return
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -293,11 +334,15 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     random = np.random.default_rng(1)
     done = set()
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    kept = ("layer_scalar", "e_score_correction_bias", "expert_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept)]
     for name, parameter in [*model.named_parameters(), *scalars]:
         if parameter.data_ptr() in done:
             continue
         done.add(parameter.data_ptr())
+        if name.endswith(kept[1:]):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", parameter.numpy().flatten())
+            continue
         if config.model_type == "gemma4_text" and (".experts." in name or parameter.dim() == 1):
             _add_part_of_gemma4(writer, name, parameter, names, kind)
             continue

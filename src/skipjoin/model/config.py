@@ -25,11 +25,32 @@ _POSITIVE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSettings:
+    """How experts are chosen by scores, to which the choice, but not the share, may add a correction of each expert.
+
+    Attributes:
+        squashes: Whether scores are logistic functions of the logits, not their softmax.
+        corrects: Whether there are corrections.
+        groups: Number of groups of neighbors, of which the `kept` ones with the largest two scores are chosen from.
+        sums_to_one: Whether shares are divided by their sum and `added`, before `scale` multiplies them.
+    """
+
+    squashes: bool = True
+    corrects: bool = True
+    groups: int = 1
+    kept: int = 1
+    sums_to_one: bool = True
+    added: float = 1e-20
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
     """MLPs of which each token uses some, in `layers`; others have one of `intermediate_size`.
 
     Attributes:
         among_chosen: Whether shares are the softmax over the chosen experts' logits only.
+        routing: How they are chosen if not by the largest logits.
     """
 
     count: int
@@ -37,6 +58,7 @@ class ExpertSettings:
     width: int
     among_chosen: bool
     layers: tuple[int, ...]
+    routing: RoutingSettings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +283,19 @@ class ModelConfig:
                 f"num_experts_per_tok in config.json must be in [1, {self.experts.count}], the number of experts, "
                 f"got {self.experts.per_token}"
             )
+        if self.experts is not None and (of := self.experts.routing) is not None:
+            _check_groups(of, self.experts)
+
+
+def _check_groups(of: RoutingSettings, experts: ExpertSettings) -> None:
+    if of.groups == of.kept == 1:
+        return
+    size = experts.count // max(of.groups, 1)
+    if not (1 <= of.kept <= of.groups and size * of.groups == experts.count and experts.per_token <= of.kept * size):
+        raise ModelError(
+            f"n_group and topk_group in config.json must divide {experts.count} experts into groups, of which those "
+            f"kept have {experts.per_token}, got {of.groups} and {of.kept}"
+        )
 
 
 def _check_states(of: StateSettings, layers: int, least: int) -> None:

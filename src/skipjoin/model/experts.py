@@ -1,33 +1,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from skipjoin.model.attention.base import LayerInputs
 from skipjoin.model.builder import Builder
-from skipjoin.model.ops.base import GATED, Experts, LayerParts, Linear, Norm
+from skipjoin.model.config import ExpertSettings
+from skipjoin.model.modules import Widened
+from skipjoin.model.ops.base import GATED, Experts, LayerParts, Linear, Norm, Routed
+from skipjoin.model.ops.experts import route_by_scores
 from skipjoin.model.parallel import Group
 from skipjoin.model.self_attention import SelfAttention
 from skipjoin.model.weights import Matrix, Stack
 
 # Makes products of each expert: [hidden] to this rank's columns, gated, and these to [hidden].
 MakeExperts = Callable[[], tuple[list[Linear], list[Linear]]]
+Route = Callable[[torch.Tensor], Routed]
 
 
 class ExpertMLP:
-    def __init__(self, router: Linear, experts: Experts, group: Group, logits: Sequence[int]) -> None:
+    """Experts and the product of their logits, [hidden] to [experts].
+
+    Args:
+        logits: Number of each rank's logits.
+        route: Chooses by logits, if not by the largest ones.
+    """
+
+    def __init__(
+        self, router: Linear, experts: Experts, group: Group, logits: Sequence[int], route: Route | None = None
+    ) -> None:
         self.router, self.experts = router, experts
-        self._group, self._logits = group, logits
+        self._group, self._logits, self._route = group, logits, route or experts.route
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         logits = self.router(x)
         if len(self._logits) == 1:
-            return self.experts.add_to(x, self.experts.route(logits), total, then)
+            return self.experts.add_to(x, self._route(logits), total, then)
         # Ranks of different processors may round differently, and must choose the same experts.
         logits = self._group.gather(logits, self._logits)
         self._group.count_once(total)
-        self.experts.add_to(x, self.experts.route(logits), total)
+        self.experts.add_to(x, self._route(logits), total)
         self._group.all_reduce(total)
         return total if then is None else then(total)
 
@@ -46,15 +60,24 @@ class ExpertLayer:
         return self._mlp.add_to(normed, x, then)
 
 
-def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bool = False) -> ExpertMLP:
-    """Return an MLP with the router. Parameters are counted as far as a token uses them."""
+def expert_mlp(
+    builder: Builder, router: str, make: MakeExperts, *, has_bias: bool = False, correction: str = ""
+) -> ExpertMLP:
+    """Return an MLP with the router. Parameters are counted as far as a token uses them.
+
+    Args:
+        correction: Name of the tensor of corrections, if scores have them.
+    """
     settings, shard = builder.config.experts, builder.shard
     assert settings is not None
     own = shard.experts(builder.config)
     # Never in codes: an error of the router replaces whole experts.
     weight = builder.tensor(f"{router}.weight", settings.count, builder.config.hidden_size, rows=own)
     bias = builder.tensor(f"{router}.bias", settings.count, rows=own) if has_bias else None
-    routes = builder.ops.linear(weight, bias)
+    routes: Linear = builder.ops.linear(weight, bias)
+    if settings.routing is not None and builder.dtype != torch.float32:
+        # Scores that 8 bits would make equal differ.
+        routes = Widened(builder.ops.wide().linear(weight.float(), None))
     up, down = make()
     columns = len(shard.expert_columns(builder.config))
     builder.parameters += settings.per_token * 3 * builder.config.hidden_size * columns
@@ -64,7 +87,18 @@ def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bo
     experts = builder.ops.experts(
         up, down, settings.per_token, among=settings.among_chosen, scale=builder.config.residual_scale
     )
-    return ExpertMLP(routes, experts, builder.group, shard.expert_counts(builder.config))
+    route: Route | None = None
+    if (of := settings.routing) is not None:
+        # One of ERNIE's dimensions is 1.
+        shape = builder.weights.shape_of(correction) or (settings.count,)
+        added = builder.tensor(correction, *shape).float().flatten() if of.corrects else None
+        route = partial(_by_scores, settings, added)
+    return ExpertMLP(routes, experts, builder.group, shard.expert_counts(builder.config), route)
+
+
+def _by_scores(settings: ExpertSettings, correction: torch.Tensor | None, logits: torch.Tensor) -> Routed:
+    assert settings.routing is not None
+    return route_by_scores(logits, settings.per_token, settings.routing, correction)
 
 
 def gated_experts(builder: Builder, name: str) -> MakeExperts:

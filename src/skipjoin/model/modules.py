@@ -45,6 +45,20 @@ class Adjusted:
         return total.add_(product) if then is None else then.after(product, total)
 
 
+class Widened:
+    """`Linear` in float32."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear, self.weight_bytes = linear, linear.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.float())
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        total.add_(self(x))
+        return total if then is None else then(total)
+
+
 class Unchanged:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -183,9 +183,10 @@ class SharedExperts:
         return total.add_(product) if then is None else then.after(product, total)
 
 
-def shared_experts(builder: Builder, name: str, experts: ExpertMLP) -> SharedExperts:
-    width, hidden, part = builder.config.shared_width, builder.config.hidden_size, f"{name}.shared_expert"
+def shared_experts(builder: Builder, part: str, experts: ExpertMLP, gate: str = "") -> SharedExperts:
+    config, hidden = builder.config, builder.config.hidden_size
     gate_up = [f"{part}.gate_proj", f"{part}.up_proj"]
-    up = builder.linear(gate_up, [width] * 2, hidden, False, activation=GATED)
-    down = builder.linear(f"{part}.down_proj", (hidden,), width, False)
-    return SharedExperts(builder, experts, (up, down), builder.linear(f"{part}_gate", (1,), hidden, False))
+    up = builder.linear(gate_up, [config.shared_width] * 2, hidden, config.mlp_bias, activation=GATED)
+    down = builder.linear(f"{part}.down_proj", (hidden,), config.shared_width, config.mlp_bias)
+    shares = builder.linear(gate, (1,), hidden, False) if gate else None
+    return SharedExperts(builder, experts, (up, down), shares)

@@ -14,7 +14,7 @@ from skipjoin.model.config_fields import DTYPES
 from skipjoin.model.errors import ModelError
 from skipjoin.model.family import Family, family_named
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
-from skipjoin.model.weights import Weights, wanted_part
+from skipjoin.model.weights import Weights, type_of, wanted_part
 
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
 STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -133,7 +133,7 @@ class FolderWeights(Weights):
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         tensor = self.stored(name, *shape, rows=rows, columns=columns, types=tuple(STORED))
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=type_of(name, self._dtype))
 
     def has(self, name: str) -> bool:
         return self.named(name) is not None

@@ -119,6 +119,11 @@ class Weights(ABC):
         return self.take(f"{matrix.name}.weight", matrix.out, width, rows=matrix.rows)
 
 
+def type_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor: corrections of experts' scores are kept, whose differences decide."""
+    return torch.float32 if name.endswith(("e_score_correction_bias", "expert_bias")) else dtype
+
+
 def wanted_part(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
     """Return the slices of a tensor with these rows and columns, or None for all of it."""
     parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
@@ -139,7 +144,7 @@ class PlannedWeights(Weights):
         self._dtype, self._matrix_bytes, self._product_bytes = dtype, matrix_bytes, product_bytes
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device="meta")
+        tensor = torch.empty(shape, dtype=type_of(name, self._dtype), device="meta")
         wanted = wanted_part(shape, rows, columns)
         return tensor if wanted is None else tensor[wanted].contiguous()
 
@@ -205,7 +210,7 @@ class RandomWeights(Weights):
             drawn += 1
         if (wanted := wanted_part(shape, rows, columns)) is not None:
             drawn = drawn[wanted].contiguous()
-        return drawn.to(device=self._device, dtype=self._dtype)
+        return drawn.to(device=self._device, dtype=type_of(name, self._dtype))
 
 
 class Int8Weights(Weights):

@@ -151,7 +151,8 @@ class ExpertDecoder(RotaryDecoder):
         if not config.shared_width:
             return ExpertLayer(norm, attention, mlp_norm, mlp)
         if kind.model_type == "qwen2_moe":
-            return MixedLayer(norm, attention, mlp_norm, shared_experts(builder, f"{name}.mlp", mlp))
+            part = f"{name}.mlp.shared_expert"
+            return MixedLayer(norm, attention, mlp_norm, shared_experts(builder, part, mlp, f"{part}_gate"))
         shared = shared_mlp(builder, f"{name}.shared_mlp")
         return MixedLayer(norm, attention, mlp_norm, SharedExperts(builder, mlp, shared, None))
 

@@ -155,4 +155,4 @@ def _mlp(builder: Builder, index: int, name: str) -> Part:
     if of is None or index not in of.layers:
         return mlp_part(*gated_mlp(builder, name))
     experts = expert_mlp(builder, f"{name}.gate", gated_experts(builder, f"{name}.experts"))
-    return shared_experts(builder, name, experts)
+    return shared_experts(builder, f"{name}.shared_expert", experts, f"{name}.shared_expert_gate")

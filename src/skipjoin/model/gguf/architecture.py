@@ -49,6 +49,7 @@ class Architecture(NamedTuple):
         has_joined_heads: Rows of a projection are all queries, then all keys and values, not those of each head.
         has_tiled_values: Heads of a recurrence's values are ordered by their number at their key, and then by the key.
         has_layer_heads: Heads and rotary positions of layers with a window differ from those of others.
+        has_logistic_scores: Scores of experts are logistic functions of logits.
         has_alternating_gates: Rows of experts' gates and of what they gate alternate in checkpoints.
     """
 
@@ -71,6 +72,7 @@ class Architecture(NamedTuple):
     has_tiled_values: bool = False
     has_alternating_gates: bool = False
     has_layer_heads: bool = False
+    has_logistic_scores: bool = False
 
     @property
     def parts(self) -> frozenset[str]:

@@ -129,6 +129,33 @@ _EXPERT_NUMBERS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+# The shared expert's names in files of models that have no gate of it, and corrections of scores.
+_SCORED = {
+    **_EXPERTS,
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+}
+_SCORED_NUMBERS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+_DOTS1 = Architecture(
+    "Dots1ForCausalLM",
+    {**_LLAMA.layers, **_QK_NORMS, **_SCORED},
+    _RMS_EPSILON,
+    {},
+    frozenset({"exp_probs_b"}),
+    fixed={"norm_topk_prob": True, "sliding_window": None},
+    numbers=_SCORED_NUMBERS,
+    has_logistic_scores=True,
+)
 _DELTA: dict[str, str | tuple[str, ...]] = {
     **_ATTENTION,
     **_QK_NORMS,
@@ -184,6 +211,20 @@ _GRANITE_HYBRID = _LLAMA._replace(
         "mamba_n_heads": "ssm.time_step_rank",
     },
     state_kind="mamba",
+)
+_LFM2 = Architecture(
+    "Lfm2ForCausalLM",
+    {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
+    | {f"self_attn.{part}_layernorm": f"attn_{part}_norm" for part in "qk"}
+    | {f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")}
+    | {"self_attn.out_proj": "attn_output", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm"}
+    | {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
+    ("norm_eps", "attention.layer_norm_rms_epsilon"),
+    {},
+    outer={**OUTER, "model.embedding_norm": "token_embd_norm"},
+    fixed={"block_auto_adjust_ff_dim": False},
+    numbers={"conv_L_cache": "shortconv.l_cache"},
+    state_kind="conv",
 )
 _ENCODER_NORMS = frozenset({"attn_output_norm", "layer_output_norm"})
 _BERT = Architecture(
@@ -266,6 +307,50 @@ ARCHITECTURES = {
         numbers={"rope_local_base_freq": "rope.freq_base_swa"},
     ),
     "gemma4": _GEMMA4,
+    "dots1": _DOTS1,
+    "glm4moe": _DOTS1._replace(
+        name="Glm4MoeForCausalLM",
+        layers={**_DOTS1.layers, "post_attention_layernorm": "post_attention_norm"},
+        biases={"attention_bias": QKV},
+        fixed={"norm_topk_prob": True},
+    ),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **_LLAMA.layers,
+            **{name: part for name, part in _SCORED.items() if part != "exp_probs_b"},
+            "mlp.moe_statics.e_score_correction": "exp_probs_b",
+        },
+        _RMS_EPSILON,
+        {},
+        frozenset({"exp_probs_b"}),
+        numbers={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        {
+            **_ATTENTION,
+            **_NORMS,
+            **_QK_NORMS,
+            "block_sparse_moe.gate": "ffn_gate_inp",
+            "block_sparse_moe.e_score_correction": "exp_probs_b",
+            "block_sparse_moe.experts.w1": "ffn_gate_exps",
+            "block_sparse_moe.experts.w2": "ffn_down_exps",
+            "block_sparse_moe.experts.w3": "ffn_up_exps",
+        },
+        _RMS_EPSILON,
+        {},
+        frozenset({"exp_probs_b"}),
+        numbers=_MIXTRAL.numbers,
+        has_logistic_scores=True,
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, QKV),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
@@ -344,19 +429,21 @@ ARCHITECTURES = {
     "cohere2": _COHERE._replace(
         name="Cohere2ForCausalLM", layers=_ATTENTION | _GATED | {"input_layernorm": "attn_norm"}, has_windows=True
     ),
-    "lfm2": Architecture(
-        "Lfm2ForCausalLM",
-        {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
-        | {f"self_attn.{part}_layernorm": f"attn_{part}_norm" for part in "qk"}
-        | {f"conv.{part}": f"shortconv.{part}" for part in ("conv", "in_proj", "out_proj")}
-        | {"self_attn.out_proj": "attn_output", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm"}
-        | {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
-        ("norm_eps", "attention.layer_norm_rms_epsilon"),
-        {},
-        outer={**OUTER, "model.embedding_norm": "token_embd_norm"},
-        fixed={"block_auto_adjust_ff_dim": False},
-        numbers={"conv_L_cache": "shortconv.l_cache"},
-        state_kind="conv",
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2._replace(
+        name="Lfm2MoeForCausalLM",
+        layers={
+            **_LFM2.layers,
+            "feed_forward.gate": "ffn_gate_inp",
+            "feed_forward.expert": "exp_probs_b",
+            "feed_forward.experts.w1": "ffn_gate_exps",
+            "feed_forward.experts.w2": "ffn_down_exps",
+            "feed_forward.experts.w3": "ffn_up_exps",
+        },
+        always_biased=frozenset({"exp_probs_b"}),
+        fixed={"norm_topk_prob": True},
+        numbers=_LFM2.numbers | _EXPERT_NUMBERS | {"num_dense_layers": "leading_dense_block_count"},
+        has_logistic_scores=True,
     ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",

@@ -119,7 +119,7 @@ def _config(file: Gguf) -> dict[str, Any]:
         config["type_vocab_size"] = types.shape[0]
     if (pooling := _pooling(file)) is not None:
         config["pooling_mode"] = pooling
-    if of.name == "CohereForCausalLM":
+    if of.name in ("CohereForCausalLM", "Glm4MoeForCausalLM"):
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if of.name == "GPTNeoXForCausalLM":
         config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))

@@ -20,7 +20,7 @@ _WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
 }
 _ENCODERS = ("BertModel", "NomicBertModel")
 # Kinds of scores of experts: softmax over all, and over the chosen ones, which is the same where these add up to 1.
-_SOFTMAX, _SOFTMAX_OF_CHOSEN = 1, 3
+_SOFTMAX, _LOGISTIC, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 # Metadata are in float32.
 _ROUNDING = 1e-5
 
@@ -56,7 +56,9 @@ def _following(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[
         "rope.dimension_count_swa": (rotated,),
         "rope.freq_base_swa": (config["rope_theta"],),
         "expert_weights_norm": (int(weights),),
-        "expert_gating_func": (0, _SOFTMAX, *([_SOFTMAX_OF_CHOSEN] if weights else [])),
+        "expert_gating_func": (0, _LOGISTIC)
+        if of.has_logistic_scores
+        else (0, _SOFTMAX, *([_SOFTMAX_OF_CHOSEN] if weights else [])),
     }
     rope = config["rope_parameters"]
     if of.has_layer_heads:

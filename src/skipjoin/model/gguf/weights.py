@@ -20,7 +20,7 @@ from skipjoin.model.gguf.recognize import architecture_of
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.weight_files import Source
-from skipjoin.model.weights import Matrix, Stack, Weights
+from skipjoin.model.weights import Matrix, Stack, Weights, type_of
 
 
 class Place(NamedTuple):
@@ -112,7 +112,7 @@ class GgufWeights(Weights):
             found = of.widened(wanted, columns, self._dtype)
             found = found.view(len(found), *shape[1:]) if len(shape) > 2 else found
         self._count(name, of)
-        return found.to(device=self._device, dtype=self._dtype)
+        return found.to(device=self._device, dtype=type_of(name, self._dtype))
 
     def _coded(self, rows: _Rows, wanted: np.ndarray, columns: range | None) -> GroupedMatrix | None:
         kinds = {tensor.type.name for tensor, _ in rows.parts}

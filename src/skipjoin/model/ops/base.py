@@ -143,6 +143,10 @@ class LayerOps(Protocol):
 
     def step(self) -> AbstractContextManager[None]: ...
 
+    def wide(self) -> LayerOps:
+        """Return the operations for float32."""
+        ...
+
     def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
         """Return the norms for attention to apply, or None where it is no faster than a call of each."""
         ...

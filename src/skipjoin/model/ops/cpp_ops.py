@@ -122,6 +122,7 @@ class CppOps:
         self._spins = False
         self.arena = Arena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._wide: CppOps | None = None
 
     def use_threads(self, count: int) -> None:
         share_between(count)
@@ -140,6 +141,11 @@ class CppOps:
             yield
         finally:
             self.library.skipjoin_close_step()
+
+    def wide(self) -> CppOps:
+        if self._wide is None:
+            self._wide = self if self.dtype == torch.float32 else CppOps(self.library, torch.float32, self._way)
+        return self._wide
 
     def scratch(self, m: int, k: int, threads: int) -> int:
         needed = self.library.skipjoin_scratch_bytes(self.type, m, k, threads)

@@ -119,6 +119,9 @@ class TorchOps:
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def wide(self) -> TorchOps:
+        return self
+
     def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(joined(weight), bias, activation)
 

@@ -14,8 +14,8 @@ from skipjoin.policies.nesting import parent_of
 class Park(Vacate):
     """`Vacate` that also swaps out decodes which wait in the prompts' share, last ones first, for a prompt.
 
-    Otherwise prompts that do not fit would wait for their first token as long as decodes wait for KV. The moves are
-    overlapped, so they may take longer than recomputation would.
+    Otherwise prompts that do not fit would wait for their first token as long as decodes wait for KV. Moves in both
+    directions are overlapped, so they may take longer than recomputation would.
     """
 
     is_decode_invariant = True
@@ -23,6 +23,9 @@ class Park(Vacate):
     def __init__(self, cost: CostModel, reservations: ExactReservations) -> None:
         super().__init__(cost)
         self._reservations = reservations
+
+    def returns_alongside(self, request: Request) -> bool:
+        return True
 
     def ahead(
         self, settled: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float

@@ -15,11 +15,13 @@ import pytest
 
 from skipjoin.core.events import Event, Finished, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepPlan
 from skipjoin.observe.record import NO_SLO, Record, Slo
 from skipjoin.policies.econo import Phase, phase_of
-from skipjoin.policies.exact_reservations import PROMPTS
+from skipjoin.policies.exact_reservations import PROMPTS, ExactReservations
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.system import System
@@ -295,8 +297,9 @@ def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
 class Crowded:
     """EconoServe with always twelve short requests, for whose outputs the KV does not suffice."""
 
-    def __init__(self, **params: float) -> None:
-        self.stepper = Stepper(World("econoserve", device_blocks=60, max_seqs=12, params=tuple(params.items())).core())
+    def __init__(self, *, cpu_blocks: int = 60, **params: float) -> None:
+        world = World("econoserve", device_blocks=60, cpu_blocks=cpu_blocks, max_seqs=12, params=tuple(params.items()))
+        self.stepper = Stepper(world.core())
         self._ids = iter(range(10**6))
         for _ in range(5):
             self.step()
@@ -352,6 +355,32 @@ def test_prompts_beyond_the_reserve_begin_if_waiting_outputs_are_swapped_out(par
     for _ in range(100):
         crowd.step()
     assert sum(bool(request.progress.output) for request in long) == (4 if parking else 0)
+
+
+@pytest.mark.parametrize("params", [{}, {"sharing": False}])
+def test_outputs_that_wait_in_cpu_memory_are_found_by_their_needs(
+    params: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step does not ask about each of them."""
+    crowd = Crowded(cpu_blocks=2000, parking=True, **params)
+    long = [crowd.send(100, 100) for _ in range(40)]
+    asked = Counter[Request]()
+    reserve = ExactReservations.reserve
+
+    def counted(self: ExactReservations, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
+        asked[request] += 1
+        return reserve(self, request, target, kv)
+
+    monkeypatch.setattr(ExactReservations, "reserve", counted)
+    for _ in range(150):
+        crowd.step()
+    kv = crowd.stepper.core.scheduler.kv
+    swapped_out = [request for request in long if (held := kv.blocks_of(request)) is not None and held.cpu]
+    assert len(swapped_out) > 20
+    asked.clear()
+    for _ in range(20):
+        crowd.step()
+    assert sum(asked[request] for request in swapped_out) <= 20 * 3, asked
 
 
 @pytest.mark.exhaustive

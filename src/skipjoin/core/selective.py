@@ -14,18 +14,24 @@ Limits = Callable[[], Sequence[int]]
 
 
 def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-    """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
+    """Iterate lazily, in rank order, over requests without KV on the device of which a need is within its limit.
 
-    The cost is independent of the queue. `limits` is called again after each request, which may have taken blocks. An
-    ordering without a method `fitting` finds none.
+    It may find others. The cost is independent of the queue. `limits` is called again after each request, which may
+    have taken blocks. An ordering without a method `fitting` finds none.
     """
     find = getattr(ordering, "fitting", None)
     found: Iterator[Request] = iter(()) if find is None else find(limits, kv)
     return found
 
 
+def is_off_device(request: Request, kv: KVAccounts) -> bool:
+    """Return whether the request has no KV on the device."""
+    held = kv.blocks_of(request)
+    return held is None or not held.device
+
+
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
-    """Iterate in rank order over the holders, and the requests without KV that would be admitted.
+    """Iterate in rank order over the holders, and the requests without KV on the device that would be admitted.
 
     The admission's method `limits(kv)`, which it may lack, returns how many blocks one may need, for each kind of need.
     """
@@ -35,7 +41,8 @@ def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> I
     # The ordering is notified at the end of the step, and still has those that this step has admitted.
     ordering = policies.ordering
     found: Iterator[Request] = (
-        request for request in fitting(ordering, lambda: limits(kv), kv) if kv.blocks_of(request) is None
+        request for request in fitting(ordering, lambda: limits(kv), kv) if is_off_device(request, kv)
     )
-    found = takewhile(lambda request: may_pass(ordering, request, kv), found)
+    # Those that were admitted before only return.
+    found = takewhile(lambda request: kv.blocks_of(request) is not None or may_pass(ordering, request, kv), found)
     return heapq.merge(holders, found, key=ordering.rank) if holders else found

@@ -315,7 +315,9 @@ class TwoQueues(Valued):
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
-        if request.progress.planned:  # it holds KV
-            self._index.discard(request)
-        else:
+        progress = request.progress
+        # Decodes are found by their needs only while their KV is not on the device.
+        if not progress.planned or phase_of(request, progress.known) is Phase.WAITING:
             self._index.put(request, self.rank(request))
+        else:
+            self._index.discard(request)

@@ -138,7 +138,7 @@ class ExactReservations(Callbacks):
         self._ordering: Ordering | None = None
         self._live: set[Request] = set()  # those that the ordering knows
         self._prompts: dict[Request, None] = {}  # those without KV, and some that hold it again
-        self._was_refused = False  # whether a prompt was in the last step
+        self._was_refused = False  # whether a request was in the last step
         self._wanted: dict[Request, _Wanted] = {}  # of decodes that were refused or admitted
 
     def bind(self, ordering: Ordering) -> None:
@@ -168,9 +168,8 @@ class ExactReservations(Callbacks):
             self._gate.join(request, allocation.group)
 
     def on_deferred(self, request: Request, now: float) -> None:
-        if not request.progress.planned:
-            self._was_refused = True
-        elif self._gate is not None:  # a decode
+        self._was_refused = True  # prompts behind a decode without KV on the device are not asked
+        if request.progress.planned and self._gate is not None:
             self._gate.refuse()
 
     def on_preempted(self, request: Request, now: float) -> None:
@@ -197,9 +196,7 @@ class ExactReservations(Callbacks):
             return self._first_reservation(request, kv)
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
             return more
-        wanted = self._wanted.get(request)
-        if wanted is None or wanted.target != target or wanted.forecast is not request.progress.forecast:
-            wanted = self._wanted[request] = self._want(request, target, kv)
+        wanted = self._want(request, target, kv)
         tokens, blocks = wanted.tokens, wanted.blocks
         is_open = self._gate is None or self._gate.is_open
         short = kv.shortfall_of_reservation(request, blocks, None)
@@ -297,20 +294,31 @@ class ExactReservations(Callbacks):
         return self._lengths.kv_tokens(request, request.progress.known - len(request.prompt))
 
     def _want(self, request: Request, target: int, kv: KVAccounts) -> _Wanted:
+        wanted, forecast = self._wanted.get(request), request.progress.forecast
+        if wanted is not None and wanted.target == target and wanted.forecast is forecast:
+            return wanted
         generated = max(0, target - len(request.prompt))
         tokens = self._lengths.kv_tokens(request, generated)
         nested = self._lengths.kv_tokens(request, generated, nested=True)
         blocks = kv.blocks_for(nested)
         need = self._parents.need(blocks, nested - target + 1, kv) if self._parents is not None else 0
-        return _Wanted(target, request.progress.forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
+        wanted = _Wanted(target, forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
+        self._wanted[request] = wanted
+        return wanted
 
     def _group_of(self, request: Request) -> Hashable:
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of the request's prompt, and with parent requests its need in one."""
-        prompt = kv.blocks_for(request.progress.known)
-        return (prompt,) if self._parents is None else (prompt, self._whole(request, self._parents, kv)[2])
+        """Return the blocks of a prompt, of a decode without KV on the device, and the need in a parent, if any."""
+        known = request.progress.known
+        if kv.blocks_of(request) is not None:
+            wanted = self._want(request, known, kv)
+            return (UNLIMITED, wanted.blocks) if self._parents is None else (UNLIMITED, wanted.blocks, wanted.need)
+        prompt = kv.blocks_for(known)
+        if self._parents is None:
+            return prompt, UNLIMITED
+        return prompt, UNLIMITED, self._whole(request, self._parents, kv)[2]
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
@@ -334,12 +342,20 @@ class ExactReservations(Callbacks):
         )
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
-        prompt = max(self._room_for_prompts(kv), self._collected(kv))
-        return (prompt,) if self._parents is None else (prompt, self._parents.largest(kv))
+        prompt, decode = max(self._room_for_prompts(kv), self._collected(kv)), self._room_for_decodes(kv)
+        return (prompt, decode) if self._parents is None else (prompt, decode, self._parents.largest(kv))
 
     def _room_for_prompts(self, kv: KVAccounts) -> int:
         prompt = unused(PROMPTS, kv)
         return kv.available if kv.available > prompt and not self._generation_waits(kv) else prompt
+
+    def _room_for_decodes(self, kv: KVAccounts) -> int:
+        request = self._collector
+        if request is None or request not in self._wanted or kv.blocks_of(request) is None:
+            return kv.available
+        blocks = self._wanted[request].blocks
+        is_covered = kv.shortfall_of_reservation(request, blocks, None) <= unused(COLLECTED, kv)
+        return max(kv.available, blocks) if is_covered else kv.available
 
     def _collected(self, kv: KVAccounts) -> int:
         request = self._collector

@@ -31,11 +31,15 @@ class RankedHolders:
         self._context = context
         self._draft = draft
         self._leaving = leaving
-        self._ranked: list[tuple[Any, Request]] | None = None  # best first; sorted on first use
+        self._ranked: list[tuple[Any, Request]] | None = None  # with KV on the device, best first; sorted on first use
+        self._swapped_out: list[Request] = []  # others that the step may swap in; found with the ranked ones
 
-    def after(self, last: Request) -> list[Request]:
-        floor = self._rank(last)
-        return [request for rank, request in self._all_ranked() if rank > floor]
+    def after(self, last: Request, *, on_device: bool = False) -> list[Request]:
+        rank, ranked = self._rank, self._all_ranked()
+        if self._swapped_out and not on_device:
+            ranked = sorted([*ranked, *((rank(request), request) for request in self._swapped_out)], key=itemgetter(0))
+        floor = rank(last)
+        return [request for rank_, request in ranked if rank_ > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
         if not any(band[0] for band in {*map(_BAND_OF, self._kv.holders())}):
@@ -105,8 +109,10 @@ class RankedHolders:
                 held = blocks_of(request)
                 if held is None or held.moving is not None:
                     continue
-                if held.device or not returns_overlapped(request):
+                if held.device:
                     able.append((rank(request), request))
+                elif not returns_overlapped(request):
+                    self._swapped_out.append(request)
             self._ranked = sorted(able, key=itemgetter(0))
         return self._ranked
 

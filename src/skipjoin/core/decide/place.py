@@ -13,6 +13,7 @@ from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
+from skipjoin.core.selective import is_off_device
 from skipjoin.core.step import LINK
 from skipjoin.core.waits import WaitReason
 
@@ -237,7 +238,7 @@ class Placer:
         answer = self._policies.admission.reserve(request, target, kv)
         if isinstance(answer, Allocation):
             return answer
-        is_selective = answer is Deferral.REQUEST and kv.blocks_of(request) is None
+        is_selective = answer is Deferral.REQUEST and is_off_device(request, kv)
         short = kv.shortfall(request, target)
         reason = WaitReason.NO_KV if short else WaitReason.HELD_BY_ADMISSION
         closes = answer if is_selective or answer is Deferral.INCOMING else None

@@ -140,11 +140,13 @@ class StepPlanner:
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
-        # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over.
+        # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over,
+        # which in a selective step also include those whose KV was swapped out.
+        after = self._evictor.holders.after
         if last is not None and self._closed is None:
-            last = self._fill(passing(self._policies, self._kv, self._evictor.holders.after(last)), builder)
+            last = self._fill(passing(self._policies, self._kv, after(last, on_device=True)), builder)
         if last is not None:
-            self._fill(self._evictor.holders.after(last), builder)
+            self._fill(after(last, on_device=self._is_selective), builder)
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
         """Offer the queue's requests to the batch, best first.

@@ -445,7 +445,7 @@ def test_each_real_time_request_of_bros_is_in_time_or_late() -> None:
 
 
 def test_hosted_requests_are_counted_while_their_reservation_is_nested() -> None:
-    requests = load(1, 20, prompts=(1, 20), outputs=(10, 60))
+    requests = load(1, 20, prompts=(1, 20), outputs=(30, 120))
     hosted = [row for row, _ in rows_of(World("econoserve", device_blocks=60), requests, "kv_hosted_requests")]
     assert (max(hosted) > [0], hosted[-1]) == (True, [0])
 

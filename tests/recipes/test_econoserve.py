@@ -318,7 +318,7 @@ class Crowded:
 
 def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
     """A younger one with a shorter prompt, which ranks first, would otherwise take them."""
-    crowd = Crowded(overdue_s=0.05, overdue_share=1.0)
+    crowd = Crowded(parking=False, overdue_s=0.05, overdue_share=1.0)
     old = crowd.send(140, 8)
     crowd.step()
     young = crowd.send(90, 8)
@@ -333,7 +333,7 @@ def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_prompts_beyond_the_reserve_get_their_share_of_the_kv(share: float) -> None:
     """They wait behind short requests without it, and have at most one reservation more."""
-    crowd = Crowded(prompt_share=share)
+    crowd = Crowded(parking=False, prompt_share=share)
     long = [crowd.send(100, 8) for _ in range(12)]
     for _ in range(400):
         crowd.step()

@@ -51,7 +51,8 @@ class Trace:
 
     @property
     def params(self) -> dict[str, Value]:
-        return {"padding": self.padding, "buffer": self.buffer, "reserve": self.reserve}
+        # The paper moves no KV to CPU memory.
+        return {"padding": self.padding, "buffer": self.buffer, "reserve": self.reserve, "parking": False}
 
 
 TRACES = {
@@ -83,7 +84,8 @@ MULTIRES = ("multires", "synccoupled")
 BASELINES = variants("orca", "srpt", "srtf", "fastserve", "fastserve-max", "fcfs", "fcfs-swap", "sarathi", *MULTIRES)
 ABLATIONS = variants("econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve")
 SYNCED, ECONOSERVE = ABLATIONS[1], ABLATIONS[-1]
-# This project's parameters instead of the paper's: three quarters of a forecast are reserved at first.
+# This project's parameters instead of the paper's: three quarters of a forecast are reserved at first. Runs are without
+# parking, which `parking` compares.
 OURS = {"padding": -0.25, "buffer": 0.15, "reserve": 0.03}
 DEFAULTS = Variant("econoserve, defaults", "econoserve", NOISE, OURS)
 ORACLE, PRIOR = (Variant(f"econoserve, {name}", "econoserve", name) for name in ("oracle", "prior"))

@@ -209,7 +209,7 @@ class Deferral(Enum):
     """Refusal of an admission policy; the value says which requests wait."""
 
     INCOMING = "no request without KV is admitted in this step"
-    REQUEST = "of requests without KV on the device, those that the ordering finds by their needs are still admitted"
+    REQUEST = "of requests that lack KV, those that the ordering finds by their needs are still admitted"
 
 
 class AdmissionPolicy(Protocol):

@@ -14,7 +14,7 @@ Limits = Callable[[], Sequence[int]]
 
 
 def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-    """Iterate lazily, in rank order, over requests without KV on the device of which a need is within its limit.
+    """Iterate lazily, in rank order, over requests that lack KV or a reservation, of which a need is within its limit.
 
     It may find others. The cost is independent of the queue. `limits` is called again after each request, which may
     have taken blocks. An ordering without a method `fitting` finds none.
@@ -24,14 +24,19 @@ def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Reques
     return found
 
 
-def is_off_device(request: Request, kv: KVAccounts) -> bool:
-    """Return whether the request has no KV on the device."""
-    held = kv.blocks_of(request)
-    return held is None or not held.device
+def finds_by_needs(admission: object) -> bool:
+    """Return whether the ordering finds requests by their needs for this admission policy, holders included."""
+    return hasattr(admission, "limits")
+
+
+def lacks_kv(request: Request, kv: KVAccounts) -> bool:
+    """Return whether the request lacks KV on the device, or a reservation for its next token."""
+    held, progress = kv.blocks_of(request), request.progress
+    return held is None or not held.device or progress.known > progress.reserved_tokens
 
 
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
-    """Iterate in rank order over the holders, and the requests without KV on the device that would be admitted.
+    """Iterate in rank order over the holders, and the requests that lack KV and would be admitted.
 
     The admission's method `limits(kv)`, which it may lack, returns how many blocks one may need, for each kind of need.
     """
@@ -41,7 +46,7 @@ def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> I
     # The ordering is notified at the end of the step, and still has those that this step has admitted.
     ordering = policies.ordering
     found: Iterator[Request] = (
-        request for request in fitting(ordering, lambda: limits(kv), kv) if is_off_device(request, kv)
+        request for request in fitting(ordering, lambda: limits(kv), kv) if lacks_kv(request, kv)
     )
     # Those that were admitted before only return.
     found = takewhile(lambda request: kv.blocks_of(request) is not None or may_pass(ordering, request, kv), found)

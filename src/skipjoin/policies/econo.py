@@ -315,9 +315,13 @@ class TwoQueues(Valued):
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
-        progress = request.progress
-        # Decodes are found by their needs only while their KV is not on the device.
-        if not progress.planned or phase_of(request, progress.known) is Phase.WAITING:
+        if request.progress.planned:
+            self._moved(request, request.progress.known)
+        else:
+            self._index.put(request, self.rank(request))
+
+    def _moved(self, request: Request, known: int) -> None:
+        if phase_of(request, known) is Phase.WAITING:
             self._index.put(request, self.rank(request))
         else:
             self._index.discard(request)

@@ -310,15 +310,21 @@ class ExactReservations(Callbacks):
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of a prompt, of a decode without KV on the device, and the need in a parent, if any."""
+        """Return the blocks that a prompt lacks, those that a decode lacks, and the need in a parent, if any."""
         known = request.progress.known
         if kv.blocks_of(request) is not None:
-            wanted = self._want(request, known, kv)
-            return (UNLIMITED, wanted.blocks) if self._parents is None else (UNLIMITED, wanted.blocks, wanted.need)
+            decode, nested = self._needs_of_decode(request, known, kv)
+            return (UNLIMITED, decode) if self._parents is None else (UNLIMITED, decode, nested)
         prompt = kv.blocks_for(known)
         if self._parents is None:
             return prompt, UNLIMITED
         return prompt, UNLIMITED, self._whole(request, self._parents, kv)[2]
+
+    def _needs_of_decode(self, request: Request, known: int, kv: KVAccounts) -> tuple[int, int]:
+        if self._has_outgrown(request, kv):
+            return 0, UNLIMITED  # what it may use changes in every step
+        wanted, parent = self._want(request, known, kv), parent_of(request, kv)
+        return wanted.blocks - (kv.footprint(request) if parent is None else 0), wanted.need
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
@@ -350,12 +356,14 @@ class ExactReservations(Callbacks):
         return kv.available if kv.available > prompt and not self._generation_waits(kv) else prompt
 
     def _room_for_decodes(self, kv: KVAccounts) -> int:
-        request = self._collector
+        # One that leaves the prompts' share makes room for itself if the share is larger than reserved.
+        over = kv.reservations.overdrawn(PROMPTS) if kv.reservations is not None else 0
+        room, request = max(0, kv.available + over), self._collector
         if request is None or request not in self._wanted or kv.blocks_of(request) is None:
-            return kv.available
+            return room
         blocks = self._wanted[request].blocks
         is_covered = kv.shortfall_of_reservation(request, blocks, None) <= unused(COLLECTED, kv)
-        return max(kv.available, blocks) if is_covered else kv.available
+        return max(room, blocks) if is_covered else room
 
     def _collected(self, kv: KVAccounts) -> int:
         request = self._collector

@@ -82,8 +82,12 @@ class Valued(Ranked):
                     ranking.set_stable(request, new)
                 else:
                     ranking.set_volatile(request, new)
+                self._moved(request, known)
                 if (when := until(request, now)) != _NEVER or due:
                     self._watch_until(request, when)
+
+    def _moved(self, request: Request, known: int) -> None:
+        """Called after a request that ran got another key, at `known` tokens with one just sampled."""
 
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
         changes_at = self._changes.get

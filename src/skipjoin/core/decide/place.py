@@ -13,7 +13,7 @@ from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
-from skipjoin.core.selective import is_off_device
+from skipjoin.core.selective import finds_by_needs
 from skipjoin.core.step import LINK
 from skipjoin.core.waits import WaitReason
 
@@ -37,6 +37,7 @@ class Placer:
         self.first: Request | None = None  # the most important one, or None where nothing depends on it
         self._is_forced = False
         self._policies = policies
+        self._finds_holders = finds_by_needs(policies.admission)
         self._kv = kv
         self._reservations = kv.reservations
         self._context = context
@@ -238,10 +239,10 @@ class Placer:
         answer = self._policies.admission.reserve(request, target, kv)
         if isinstance(answer, Allocation):
             return answer
-        is_selective = answer is Deferral.REQUEST and is_off_device(request, kv)
+        is_closing = answer is Deferral.INCOMING or self._finds_holders or kv.blocks_of(request) is None
         short = kv.shortfall(request, target)
         reason = WaitReason.NO_KV if short else WaitReason.HELD_BY_ADMISSION
-        closes = answer if is_selective or answer is Deferral.INCOMING else None
+        closes = answer if is_closing else None
         return Blocked(reason, short, closes, is_deferred=True)
 
     def size_of(self, allocation: Allocation, target: int) -> int:

@@ -16,7 +16,7 @@ from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request
-from skipjoin.core.selective import passing
+from skipjoin.core.selective import finds_by_needs, lacks_kv, passing
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
 
@@ -56,6 +56,7 @@ class StepPlanner:
         self._placer = self._new_placer()
         self._closed: WaitReason | None = None  # why no more requests without KV are admitted in this step
         self._is_selective = False  # whether only those are admitted that the ordering finds by their needs
+        self._finds_holders = finds_by_needs(policies.admission)
         self._is_forced = False
 
     def plan(self) -> StepPlan:
@@ -140,13 +141,17 @@ class StepPlanner:
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
-        # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over,
-        # which in a selective step also include those whose KV was swapped out.
-        after = self._evictor.holders.after
+        # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over.
         if last is not None and self._closed is None:
-            last = self._fill(passing(self._policies, self._kv, after(last, on_device=True)), builder)
+            last = self._fill(passing(self._policies, self._kv, self._holders_after(last)), builder)
         if last is not None:
-            self._fill(after(last, on_device=self._is_selective), builder)
+            self._fill(self._holders_after(last), builder)
+
+    def _holders_after(self, last: Request) -> list[Request]:
+        holders = self._evictor.holders
+        if not (self._is_selective and self._finds_holders):
+            return holders.after(last)
+        return [request for request in holders.after(last, on_device=True) if not lacks_kv(request, self._kv)]
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
         """Offer the queue's requests to the batch, best first.

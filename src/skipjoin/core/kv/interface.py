@@ -121,6 +121,9 @@ class Reserving(Protocol):
 
     def unused_without(self, account: Account, request: Request) -> int: ...
 
+    def overdrawn(self, account: Account) -> int:
+        """Return how many blocks more than reserved for the account are nested in it."""
+
 
 class Stateful(Protocol):
     """Slots for state that is no KV block, one for each request with blocks."""

@@ -165,6 +165,10 @@ class Reservations:
         )
         return max(0, reservation.promised - nested_blocks)
 
+    def overdrawn(self, account: Account) -> int:
+        this = self._of.get(account)
+        return max(0, this.nested_blocks - this.promised) if this is not None else 0
+
     def parent_of(self, request: Request) -> Owner:
         this = self._of.get(request)
         return this.parent.owner if this is not None and this.parent is not None else None

@@ -310,7 +310,7 @@ class TwoQueues(Valued):
             tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
             self._next_overdue = self._reserved_tokens + math.ceil(tokens / self._overdue_share)
         self._tasks.overdue.add(request)
-        self._place(request, now)
+        self._age(request, now)
         return True
 
     def _place(self, request: Request, now: float) -> None:
@@ -319,6 +319,10 @@ class TwoQueues(Valued):
             self._moved(request, request.progress.known)
         else:
             self._index.put(request, self.rank(request))
+
+    def _age(self, request: Request, now: float) -> None:
+        super()._place(request, now)
+        self._index.move(request, self.rank(request))
 
     def _moved(self, request: Request, known: int) -> None:
         if phase_of(request, known) is Phase.WAITING:

@@ -309,20 +309,20 @@ class ExactReservations(Callbacks):
     def _group_of(self, request: Request) -> Hashable:
         return None if self._group is None else self._group(request, self._now)
 
-    def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
+    def needs(self, request: Request, kv: KVAccounts) -> Sequence[int | None]:
         """Return the blocks that a prompt lacks, those that a decode lacks, and the need in a parent, if any."""
         known = request.progress.known
         if kv.blocks_of(request) is not None:
             decode, nested = self._needs_of_decode(request, known, kv)
-            return (UNLIMITED, decode) if self._parents is None else (UNLIMITED, decode, nested)
+            return (None, decode) if self._parents is None else (None, decode, nested)
         prompt = kv.blocks_for(known)
         if self._parents is None:
-            return prompt, UNLIMITED
-        return prompt, UNLIMITED, self._whole(request, self._parents, kv)[2]
+            return prompt, None
+        return prompt, None, self._whole(request, self._parents, kv)[2]
 
-    def _needs_of_decode(self, request: Request, known: int, kv: KVAccounts) -> tuple[int, int]:
+    def _needs_of_decode(self, request: Request, known: int, kv: KVAccounts) -> tuple[int, int | None]:
         if self._has_outgrown(request, kv):
-            return 0, UNLIMITED  # what it may use changes in every step
+            return 0, None  # what it may use changes in every step
         wanted, parent = self._want(request, known, kv), parent_of(request, kv)
         return wanted.blocks - (kv.footprint(request) if parent is None else 0), wanted.need
 
@@ -434,7 +434,7 @@ class ExactReservations(Callbacks):
             request.progress.known > request.progress.reserved_tokens
             and phase_of(request, request.progress.known) is Phase.WAITING
             and request.progress.finish_reason is None
-            for request in reversed(list(kv.holders()))
+            for request in reversed(kv.holders())
         )
 
     def _is_stuck(self, request: Request, kv: KVAccounts) -> bool:

@@ -10,8 +10,8 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 
-# Returns the needs of a waiting request in blocks, as many as there are limits.
-Needs = Callable[[Request, KVAccounts], Sequence[int]]
+# Returns the needs of a waiting request in blocks, as many as there are limits; None for one that it does not have.
+Needs = Callable[[Request, KVAccounts], Sequence[int | None]]
 
 
 class NeedIndex:
@@ -22,18 +22,31 @@ class NeedIndex:
         self._kinds: list[_Kind] = []
         # Needs depend on the block size, which only the ledger has. They are computed when the index is next read.
         self._new: dict[Request, Any] = {}
-        self._placed: dict[Request, tuple[Any, Sequence[int]]] = {}
+        self._placed: dict[Request, tuple[Any, Sequence[int | None]]] = {}
 
     def put(self, request: Request, key: Any) -> None:
         self.discard(request)
         self._new[request] = key
+
+    def move(self, request: Request, key: Any) -> None:
+        """Change the key of a request, if it is there, whose needs are as before."""
+        if request in self._new:
+            self._new[request] = key
+        elif (placed := self._placed.get(request)) is not None:
+            before, needs = placed
+            for kind, need in zip(self._kinds, needs, strict=True):
+                if need is not None:
+                    kind.discard(need, before)
+                    kind.put(need, key, request)
+            self._placed[request] = key, needs
 
     def discard(self, request: Request) -> None:
         self._new.pop(request, None)
         if (placed := self._placed.pop(request, None)) is not None:
             key, needs = placed
             for kind, need in zip(self._kinds, needs, strict=True):
-                kind.discard(need, key)
+                if need is not None:
+                    kind.discard(need, key)
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
         self._place_new(kv)
@@ -56,7 +69,8 @@ class NeedIndex:
             if len(needs) > len(self._kinds):
                 self._kinds += [_Kind() for _ in needs[len(self._kinds) :]]
             for kind, need in zip(self._kinds, needs, strict=True):
-                kind.put(need, key, request)
+                if need is not None:
+                    kind.put(need, key, request)
             self._placed[request] = key, needs
         self._new.clear()
 

@@ -143,4 +143,7 @@ class Valued(Ranked):
                 del self._due[request]
                 due.append(request)
         for request in due:
-            self._place(request, now)
+            self._age(request, now)
+
+    def _age(self, request: Request, now: float) -> None:
+        self._place(request, now)

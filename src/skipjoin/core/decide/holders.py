@@ -11,6 +11,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Band, Request
+from skipjoin.core.selective import lacks_kv
 
 _BAND_OF: Callable[[Request], Band] = attrgetter("progress.band")
 
@@ -34,12 +35,24 @@ class RankedHolders:
         self._ranked: list[tuple[Any, Request]] | None = None  # with KV on the device, best first; sorted on first use
         self._swapped_out: list[Request] = []  # others that the step may swap in; found with the ranked ones
 
-    def after(self, last: Request, *, on_device: bool = False) -> list[Request]:
+    def after(self, last: Request) -> list[Request]:
         rank, ranked = self._rank, self._all_ranked()
-        if self._swapped_out and not on_device:
+        if self._swapped_out:
             ranked = sorted([*ranked, *((rank(request), request) for request in self._swapped_out)], key=itemgetter(0))
         floor = rank(last)
         return [request for rank_, request in ranked if rank_ > floor]
+
+    def reserved_after(self, last: Request) -> list[Request]:
+        """Return those that need no admission, which are few in the steps that ask."""
+        if len(self._draft.slices) == len(self._kv.holders()):
+            return []  # all of them run
+        kv, rank, floor = self._kv, self._rank, self._rank(last)
+        found = [
+            (rank(request), request)
+            for request in self._idle()
+            if not lacks_kv(request, kv) and (held := kv.blocks_of(request)) is not None and held.moving is None
+        ]
+        return [request for rank_, request in sorted(found, key=itemgetter(0)) if rank_ > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
         if not any(band[0] for band in {*map(_BAND_OF, self._kv.holders())}):
@@ -101,11 +114,8 @@ class RankedHolders:
         if self._ranked is None:
             rank, blocks_of = self._rank, self._kv.blocks_of
             returns_overlapped = self._policies.eviction.returns_overlapped
-            plan_id = self._context.plan_id
             able = []
-            for request in self._kv.holders():
-                if request.progress.last_plan == plan_id or request.progress.finish_reason is not None:
-                    continue
+            for request in self._idle():
                 held = blocks_of(request)
                 if held is None or held.moving is not None:
                     continue
@@ -115,6 +125,14 @@ class RankedHolders:
                     self._swapped_out.append(request)
             self._ranked = sorted(able, key=itemgetter(0))
         return self._ranked
+
+    def _idle(self) -> list[Request]:
+        plan_id = self._context.plan_id
+        return [
+            request
+            for request in self._kv.holders()
+            if (progress := request.progress).last_plan != plan_id and progress.finish_reason is None
+        ]
 
 
 def blocks_swapped_out(kv: KVAccounts, request: Request) -> int:

@@ -16,7 +16,7 @@ from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral
 from skipjoin.core.policy_set import Policies
 from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request
-from skipjoin.core.selective import finds_by_needs, lacks_kv, passing
+from skipjoin.core.selective import finds_by_needs, passing
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
 
@@ -149,9 +149,7 @@ class StepPlanner:
 
     def _holders_after(self, last: Request) -> list[Request]:
         holders = self._evictor.holders
-        if not (self._is_selective and self._finds_holders):
-            return holders.after(last)
-        return [request for request in holders.after(last, on_device=True) if not lacks_kv(request, self._kv)]
+        return holders.reserved_after(last) if self._is_selective and self._finds_holders else holders.after(last)
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
         """Offer the queue's requests to the batch, best first.

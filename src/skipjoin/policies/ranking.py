@@ -16,12 +16,14 @@ _request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
 class Ranking:
     """Requests by key, smallest first. Keys must be comparable and distinct, so end them with the request's id.
 
-    Volatile keys, which change in the next step, are sorted on every read, which is cheap while they are few.
+    Volatile keys, which change in the next step, are sorted when first read after a change, which is cheap while they
+    are few.
     """
 
     def __init__(self) -> None:
         self._stable: list[tuple[Any, Request]] = []
         self._volatile: dict[Request, Any] = {}
+        self._sorted: list[tuple[Any, Request]] | None = None  # the volatile ones, unless they changed
         self._keys: dict[Request, Any] = {}
         # Called for many requests in every step.
         self.key: Callable[[Request], Any] = self._keys.__getitem__
@@ -43,16 +45,19 @@ class Ranking:
         if request not in self._volatile:
             self.discard(request)
         self._keys[request] = self._volatile[request] = key
+        self._sorted = None
 
     def set_all_volatile(self, keys: Mapping[Request, Any]) -> None:
         for request in keys.keys() - self._volatile.keys():
             self.discard(request)
         self._volatile.update(keys)
         self._keys.update(keys)
+        self._sorted = None
 
     def discard(self, request: Request) -> None:
         if request in self._volatile:
             del self._volatile[request], self._keys[request]
+            self._sorted = None
         elif (key := self._keys.pop(request, None)) is not None:
             del self._stable[bisect_left(self._stable, key, key=_key_of)]
 
@@ -61,7 +66,8 @@ class Ranking:
 
     def _merged(self) -> Iterator[Iterable[Request]]:
         """Iterate over runs of requests, in turn with volatile and with stable keys."""
-        volatile = sorted(zip(self._volatile.values(), self._volatile, strict=True), key=_key_of)
+        if (volatile := self._sorted) is None:
+            volatile = self._sorted = sorted(zip(self._volatile.values(), self._volatile, strict=True), key=_key_of)
         stable, begin, at = self._stable, 0, 0
         while begin < len(volatile):
             end = bisect_left(volatile, stable[at][0], begin, key=_key_of) if at < len(stable) else len(volatile)

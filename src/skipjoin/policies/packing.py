@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from enum import Enum
-from heapq import heapify, heappop
 from itertools import chain, islice
 from math import inf
 from operator import attrgetter, itemgetter
@@ -67,14 +66,13 @@ class Packing:
         self.mean_s = cost.step(StepShape())  # modeled time of recent steps
 
     def open(self, context: StepContext) -> BatchBuilder:
-        candidates, real_time = iter(context.candidates), self.next_tokens.requests
-        urgent: list[Candidate] = []
-        others = candidates
-        for candidate in candidates:
-            if candidate[0] not in real_time:
-                others = chain((candidate,), candidates)
-                break
-            urgent.append(candidate)
+        others, real_time = iter(context.candidates), self.next_tokens.requests
+        # Real-time ones come first. Without best-effort ones among them, none needs bytecode.
+        urgent = [*islice(others, len(real_time))]
+        if not all(map(real_time.__contains__, map(_REQUEST_OF, urgent))):
+            end = next(place for place, (request, _) in enumerate(urgent) if request not in real_time)
+            others = chain(urgent[end:], others)
+            del urgent[end:]
         load = _load_of(urgent, context)
         limit = self._limit(urgent, load, context)
         pack = Pack(self, context, limit)
@@ -105,13 +103,9 @@ class Packing:
         each step would serve one, and all would become late on a machine with steps about as long as an objective.
         """
         cost, start, margin = self.cost, self.start_of(context), self.cost.margin
-        # A heap, as the first is nearly always taken.
-        dues = self.next_tokens.dues(map(_REQUEST_OF, urgent), in_flight=bool(context.in_flight))
-        by_due = [*zip(dues, range(len(urgent)), strict=True)]
-        heapify(by_due)
-        while by_due:
-            when, place = heappop(by_due)
-            request, pending = urgent[place]
+        dues = [*self.next_tokens.dues(map(_REQUEST_OF, urgent), in_flight=bool(context.in_flight))]
+        for place in _by_due(dues):
+            when, (request, pending) = dues[place], urgent[place]
             left = (when - start) / margin
             if left > 0 and StepLoad.of(request.progress.planned, pending).seconds(cost) <= left:
                 # A chunk of twice the size, with which `fitting_tokens` finds a fitting one.
@@ -121,6 +115,14 @@ class Packing:
 
     def start_of(self, context: StepContext) -> float:
         return context.now + len(context.in_flight) * self.mean_s * self.cost.margin
+
+
+def _by_due(dues: Sequence[float]) -> Iterator[int]:
+    """Yield the places of the dues, earliest first."""
+    if not dues:
+        return
+    yield dues.index(min(dues))  # nearly always the only one that is read
+    yield from sorted(range(len(dues)), key=dues.__getitem__)[1:]
 
 
 def _load_of(candidates: Sequence[Candidate], context: StepContext) -> StepLoad:

@@ -8,7 +8,7 @@ from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import Request
-from skipjoin.core.selective import Limits
+from skipjoin.core.selective import Limits, lacks_kv
 
 # Returns the needs of a waiting request in blocks, as many as there are limits; None for one that it does not have.
 Needs = Callable[[Request, KVAccounts], Sequence[int | None]]
@@ -55,7 +55,7 @@ class NeedIndex:
             most = limits()
             queues = [queue for kind, limit in zip(self._kinds, most, strict=False) for queue in kind.up_to(limit)]
             for _, request in heapq.merge(*queues, key=itemgetter(0)):
-                if request not in seen:
+                if request not in seen and lacks_kv(request, kv):  # this step may have admitted it before
                     seen.add(request)
                     yield request
                     if limits() != most:

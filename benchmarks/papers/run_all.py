@@ -22,7 +22,7 @@ def figures(*numbers: int) -> list[str]:
 NAMES = {
     "alise": [*figures(2, 5, 6, 7, 8, 9), "table3", "texts", "int8", "aging", "correlation"],
     "bros": [*figures(3, 10, 11, 12, 13, 14), "batch_size", "checks", "replacing", "limits"],
-    "econoserve": [*figures(1, 2, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15), "saturated", "headline", "checks"],
+    "econoserve": [*figures(1, 2, 4, 5, 6, 9, 10, 11, 12, 13, 14, 15), "saturated", "headline", "checks", "parking"],
     "fastserve": [*figures(1, 5, 7, 8, 11, 12, 13, 14, 15), "headline", "regions", "choices"],
 }
 

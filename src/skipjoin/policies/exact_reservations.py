@@ -434,7 +434,7 @@ class ExactReservations(Callbacks):
             request.progress.known > request.progress.reserved_tokens
             and phase_of(request, request.progress.known) is Phase.WAITING
             and request.progress.finish_reason is None
-            for request in reversed(kv.holders())
+            for request in reversed(list(kv.holders()))
         )
 
     def _is_stuck(self, request: Request, kv: KVAccounts) -> bool:

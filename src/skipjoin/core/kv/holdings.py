@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.interface import Hit
@@ -65,7 +65,7 @@ class Holdings:
     def tokens_in(self, request: Request, blocks: int) -> int:
         return min(request.progress.computed, blocks * self.block_size)
 
-    def holders(self) -> KeysView[Request]:
+    def holders(self) -> Collection[Request]:
         return self.held.keys()
 
     def filled(self, request: Request) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, KeysView, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from typing import NamedTuple, Protocol
 
 from skipjoin.core.kv.reservations import Account, Owner
@@ -182,7 +182,7 @@ class KVAccounts(Protocol):
     def tokens_in(self, request: Request, blocks: int) -> int:
         return min(request.progress.computed, blocks * self.block_size)
 
-    def holders(self) -> KeysView[Request]: ...
+    def holders(self) -> Collection[Request]: ...
     def blocks_of(self, request: Request, /) -> HeldBlocks | None: ...
 
     def footprint(self, request: Request, /) -> int:

@@ -442,7 +442,7 @@ ARCHITECTURES = {
         },
         always_biased=frozenset({"exp_probs_b"}),
         fixed={"norm_topk_prob": True},
-        numbers=_LFM2.numbers | _EXPERT_NUMBERS | {"num_dense_layers": "leading_dense_block_count"},
+        numbers={**_LFM2.numbers, **_EXPERT_NUMBERS, "num_dense_layers": "leading_dense_block_count"},
         has_logistic_scores=True,
     ),
     "gptneox": Architecture(

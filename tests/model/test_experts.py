@@ -68,7 +68,7 @@ def test_scores_of_a_token_do_not_depend_on_others():
 
 def test_groups_that_do_not_divide_experts_are_refused():
     raw = CONFIGS["glm4-moe"]().to_dict() | {"architectures": ["Glm4MoeForCausalLM"], "n_group": 3}
-    with pytest.raises(ModelError, match="n_group and topk_group in config.json must divide 8 experts into groups"):
+    with pytest.raises(ModelError, match=r"n_group and topk_group in config\.json must divide 8 experts into groups"):
         ModelConfig.from_dict(raw)
 
 

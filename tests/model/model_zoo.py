@@ -34,6 +34,7 @@ _SCORED = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
 }
+_OF_DENSE = ("intermediate_size", "first_k_dense_replace", "routed_scaling_factor")
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _DELTA = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
@@ -111,6 +112,14 @@ CONFIGS = {
         "Glm4MoeConfig", **_GATED | _SCORED, head_dim=32, attention_bias=True, use_qk_norm=True, **_GROUPS
     ),
     "dots1": _config("Dots1Config", **_GATED | _SCORED, norm_topk_prob=True, sliding_window=9, max_window_layers=1),
+    "solar-open": _config(
+        "SolarOpenConfig",
+        **{name: value for name, value in (_GATED | _SCORED).items() if name not in _OF_DENSE},
+        head_dim=16,
+    ),
+    "exaone-moe": _config(
+        "ExaoneMoeConfig", **_GATED | _EXPERTS | {"num_hidden_layers": 3}, sliding_window=9, sliding_window_pattern=2
+    ),
     "ernie4.5-moe": _config(
         "Ernie4_5_MoeConfig",
         **_GATED,

@@ -29,16 +29,26 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     fields["qk_norm"] = True
     if kind == "olmo2":
         return fields
-    window, whole = int(raw.get("sliding_window") or 0), fields["rope"]
-    pattern = 4 if kind == "olmo3" else raw.get("sliding_window_pattern", 4) if window else 0
+    if kind == "exaone4":
+        return fields | windows_with_positions(raw, fields)
+    slides = layer_kinds(raw, fields["num_layers"], every(4))
+    of_window = rope_of_kind(raw, "sliding_attention", "rope_theta", 5e5)
+    other = rope(of_window, fields["head_dim"], fields["max_positions"], 1.0)
+    return fields | {
+        "windows": tuple(int(raw.get("sliding_window") or 0) * slide for slide in slides),
+        "ropes": tuple(other if slide else fields["rope"] for slide in slides),
+    }
+
+
+def windows_with_positions(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return EXAONE's windows, and its rotary positions, which only layers with a window have if any has one."""
+    window = int(raw.get("sliding_window") or 0)
+    pattern = raw.get("sliding_window_pattern", 4) if window else 0
     slides = layer_kinds(raw, fields["num_layers"], every(len(pattern) if isinstance(pattern, str) else pattern))
-    if kind == "olmo3":
-        of_window = rope_of_kind(raw, "sliding_attention", "rope_theta", 5e5)
-        other = rope(of_window, fields["head_dim"], fields["max_positions"], 1.0)
-        ropes = tuple(other if slide else whole for slide in slides)
-    else:
-        ropes = tuple(whole if slide or not window else None for slide in slides)
-    return fields | {"windows": tuple(window * slide for slide in slides), "ropes": ropes}
+    return {
+        "windows": tuple(window * slide for slide in slides),
+        "ropes": tuple(fields["rope"] if slide or not window else None for slide in slides),
+    }
 
 
 @family("olmo", architectures=_ARCHITECTURES, fields=_fields, prefix="model.")

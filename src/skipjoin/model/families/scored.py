@@ -1,8 +1,11 @@
-"""Models with Llama's attention and experts chosen by scores: GLM-4.5, dots.llm1, ERNIE 4.5 MoE and MiniMax-M2."""
+"""Models with Llama's attention and experts chosen by scores.
+
+GLM-4.5, dots.llm1, ERNIE 4.5 MoE, MiniMax-M2, Solar Open and K-EXAONE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from skipjoin.model.builder import Builder
@@ -11,6 +14,7 @@ from skipjoin.model.config_fields import factor, layer_kinds
 from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, gated_experts, separate_experts
 from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, norms_before
+from skipjoin.model.families.olmo import windows_with_positions
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Layer, SequentialLayer
@@ -34,6 +38,18 @@ _KINDS = {
         _DEEPSEEK | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408}
         | {"num_experts_per_tok": 8, "n_routed_experts": 128, "first_k_dense_replace": 1, "norm_topk_prob": True},
     ),
+    "SolarOpenForCausalLM": _Kind(
+        "solar_open", "mlp", "gate.e_score_correction_bias",
+        _DEEPSEEK | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+        | {"moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_routed_experts": 128, "norm_topk_prob": True}
+        | {"first_k_dense_replace": 0},
+    ),
+    "ExaoneMoeForCausalLM": _Kind(
+        "exaone_moe", "mlp", "e_score_correction_bias",
+        _DEEPSEEK | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1024}
+        | {"num_experts_per_tok": 8, "num_experts": 64, "num_shared_experts": 1, "norm_topk_prob": True}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "sliding_window": 4096},
+    ),
     "Dots1ForCausalLM": _Kind(
         "dots1", "mlp", "gate.e_score_correction_bias",
         _DEEPSEEK | {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "first_k_dense_replace": 0}
@@ -56,6 +72,10 @@ _KINDS = {
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     kind = _KINDS[architecture]
     raw = {**kind.defaults, **raw}
+    if kind.model_type == "solar_open":  # all layers have experts
+        raw.setdefault("intermediate_size", raw["moe_intermediate_size"])
+    if kind.model_type == "exaone_moe":
+        raw = _renamed(raw)
     if kind.model_type == "minimax_m2" and raw.get("rotary_dim"):
         raw["partial_rotary_factor"] = int(raw["rotary_dim"]) / max(int(raw["head_dim"]), 1)
     fields = gated_fields(raw, 0.5 if kind.model_type == "glm4_moe" else 1.0)
@@ -80,7 +100,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         per_token=int(raw["num_experts_per_tok"]),
         width=width,
         among_chosen=True,
-        layers=tuple(layers[int(raw["first_k_dense_replace"]) :]),
+        layers=tuple(_sparse(raw, layers)),
         routing=RoutingSettings(
             groups=int(raw["n_group"] or 1),
             kept=int(raw["topk_group"] or 1),
@@ -91,9 +111,27 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     fields["shared_width"] = width * int(raw["n_shared_experts"] or 0)
     if kind.model_type == "glm4_moe":
         return fields | {"output_bias": False, "qk_norm": bool(raw.get("use_qk_norm", False))}
+    if kind.model_type == "solar_open":
+        return fields | {"output_bias": False}
+    if kind.model_type == "exaone_moe":
+        return fields | {"qk_norm": True} | windows_with_positions(raw, fields)
     window, first = int(raw["sliding_window"] or 0), int(raw["max_window_layers"])
     slides = layer_kinds(raw, len(layers), lambda layer: layer >= first)
     return fields | {"qk_norm": True, "windows": tuple(window * slide for slide in slides)}
+
+
+def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**raw, "n_routed_experts": raw["num_experts"], "n_shared_experts": raw["num_shared_experts"]}
+    return found | {"attention_bias": False}
+
+
+def _sparse(raw: Mapping[str, Any], layers: range) -> Sequence[int]:
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return layers[int(raw["first_k_dense_replace"]) :]
+    if not isinstance(kinds, list) or len(kinds) != len(layers) or not {*kinds} <= {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types in config.json must be {len(layers)} of dense, sparse, got {kinds!r:.80}")
+    return [layer for layer in layers if kinds[layer] == "sparse"]
 
 
 def _ernie(raw: Mapping[str, Any], layers: range) -> dict[str, Any]:

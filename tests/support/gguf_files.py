@@ -29,6 +29,7 @@ _ARCHITECTURES = {
         "ernie4_5_moe": "ernie4_5-moe",
         "minimax_m2": "minimax-m2",
         "lfm2_moe": "lfm2moe",
+        "exaone_moe": "exaone-moe",
         "glm": "chatglm",
         "cohere": "command-r",
         "olmo3": "olmo2",
@@ -179,7 +180,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     if head_dim != hidden // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    has_windows = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "exaone4")
+    has_windows = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "exaone4", "exaone_moe")
     if config.model_type in has_windows and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
         if config.model_type not in ("phi3", "gpt_oss", "cohere2"):
@@ -200,7 +201,7 @@ def _add_settings_of_parts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logit_scale)
     if config.model_type == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
-    if config.model_type in ("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "lfm2_moe"):
+    if config.model_type in ("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "exaone_moe"):
         _add_scored(writer, config)
         return
     if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
@@ -234,9 +235,10 @@ def _add_scored(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         return
-    writer.add_expert_count(config.n_routed_experts)
+    is_exaone = config.model_type == "exaone_moe"
+    writer.add_expert_count(config.num_experts if is_exaone else config.n_routed_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_shared_count(config.num_shared_experts if is_exaone else config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)

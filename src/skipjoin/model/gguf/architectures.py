@@ -314,6 +314,20 @@ ARCHITECTURES = {
         biases={"attention_bias": QKV},
         fixed={"norm_topk_prob": True},
     ),
+    "exaone-moe": _DOTS1._replace(
+        name="ExaoneMoeForCausalLM",
+        layers={name.replace("mlp.gate.e_score", "mlp.e_score"): part for name, part in _DOTS1.layers.items()},
+        fixed={"norm_topk_prob": True},
+        numbers={
+            "num_experts"
+            if name == "n_routed_experts"
+            else "num_shared_experts"
+            if name == "n_shared_experts"
+            else name: of
+            for name, of in _SCORED_NUMBERS.items()
+        },
+        has_windows=True,
+    ),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
         {

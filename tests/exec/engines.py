@@ -60,7 +60,11 @@ ALONE = {
     "gemma4": _GATED
     | {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 24}
     | {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 1}
-    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "attention_k_eq_v": True}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "attention_k_eq_v": True},
+    "deepseek_v3": _GATED
+    | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    | {"qk_nope_head_dim": 12, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4}
+    | {"topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 1},
 }
 BLOCK_SIZE = 4
 # Fewer slots than requests, on both tiers.

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from engines import (
+    ALONE,
     BLOCK_SIZE,
     COMMON,
     CONFIGS,
@@ -264,11 +265,12 @@ def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", one_in(6, FORCED, 2))
-def test_preemption_changes_no_tokens_of_layers_with_unlike_heads(case: str) -> None:
+@pytest.mark.parametrize("family", ALONE)
+def test_preemption_changes_no_tokens_of_layers_with_other_kv(case: str, family: str) -> None:
     int8 = {"kv_cache_dtype": "int8"} if list(FORCED).index(case) // 6 % 2 else {}
     requests = mixed_requests(common=COMMON, adopts=True)
-    found = happened(run(*forced(case, "gemma4", **int8), requests, leads=True))
-    assert outputs(requests) == outputs_alone("gemma4", common=COMMON, **int8)
+    found = happened(run(*forced(case, family, **int8), requests, leads=True))
+    assert outputs(requests) == outputs_alone(family, common=COMMON, **int8)
     assert found["adopted"] >= MIN_COUNT
 
 

@@ -34,6 +34,9 @@ _SCORED = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "n_shared_experts": 2},
     **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
 }
+_LATENT = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20},
+}
 _OF_DENSE = ("intermediate_size", "first_k_dense_replace", "routed_scaling_factor")
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _DELTA = {
@@ -120,6 +123,28 @@ CONFIGS = {
     "exaone-moe": _config(
         "ExaoneMoeConfig", **_GATED | _EXPERTS | {"num_hidden_layers": 3}, sliding_window=9, sliding_window_pattern=2
     ),
+    "deepseek-v2": _config(
+        "DeepseekV2Config",
+        **_GATED | _SCORED | _LATENT | _GROUPS | {"num_key_value_heads": 4},
+        topk_method="group_limited_greedy",
+        rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek-v2-lite": _config(
+        "DeepseekV2Config", **_GATED | _SCORED | _LATENT | {"num_key_value_heads": 4, "q_lora_rank": None}
+    ),
+    "deepseek-v3": _config(
+        "DeepseekV3Config",
+        **_GATED | _SCORED | _LATENT | _GROUPS | {"num_key_value_heads": 4},
+        attention_bias=True,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "glm4-moe-lite": _config(
+        "Glm4MoeLiteConfig",
+        **{name: value for name, value in (_GATED | _SCORED | _LATENT).items() if name != "first_k_dense_replace"}
+        | {"num_key_value_heads": 4},
+        rope_interleave=False,
+    ),
+    "youtu": _config("YoutuConfig", **_GATED | _LATENT | {"num_key_value_heads": 4}),
     "ernie4.5-moe": _config(
         "Ernie4_5_MoeConfig",
         **_GATED,

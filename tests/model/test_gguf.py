@@ -42,6 +42,8 @@ WRITTEN = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.
 READ = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_S, Kind.IQ2_XS]
 # llama.cpp has no such architecture.
 _NOT_IN_GGUF = ("opt", "opt-after", "ministral", "qwen3-moe-dense", "helium", "cwm", "solar-open")
+# Their tensors in files are not read.
+_NOT_IN_GGUF += ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "youtu")
 FAMILIES = [name for name in CONFIGS if name not in _NOT_IN_GGUF and not name.endswith("-window")]
 DELTA = ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
 FAMILIES += ["lfm2", "lfm2-moe", "lfm2-biases", *DELTA, "granite-hybrid", "granite-hybrid-experts"]

@@ -17,7 +17,8 @@ LENGTHS = (1, 5, 18)
 # Tensor ranks and stages. Four tensor ranks share two key-value heads.
 MANY, FEW = ((4, 1), (2, 2)), ((2, 1), (1, 2))
 # Those that several ranks can hold.
-SHARED = [name for name in sorted(CONFIGS) if not name.startswith("gemma4")]
+_LATENT = ("deepseek", "glm4-moe-lite", "youtu")
+SHARED = [name for name in sorted(CONFIGS) if not name.startswith(("gemma4", *_LATENT))]
 
 
 def sequences(seed: int) -> list[list[int]]:

@@ -138,10 +138,10 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
             "auto"
         )
     swap = SWAP_FORMATS[swap_dtype]
-    if config.layer_heads and not swap.is_exact:
+    if not (config.has_plain_kv or swap.is_exact):
         raise ModelError(
-            f"swap_dtype {swap_dtype} needs heads of one width, and layers of {config.architecture} have several: "
-            "leave swap_dtype auto"
+            f"swap_dtype {swap_dtype} needs keys and values of equal heads, which {config.architecture} has not: leave "
+            "swap_dtype auto"
         )
     heads = kv_heads(config, shard)
     shape = 2 * sum(count for count, _ in heads), block_size, config.head_dim
@@ -152,7 +152,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
         block_bytes=block_bytes,
-        cpu_block_bytes=block_bytes if config.layer_heads else swap.block_bytes(shape, row_bytes),
+        cpu_block_bytes=swap.block_bytes(shape, row_bytes) if config.has_plain_kv else block_bytes,
         attention_width=len(shard.heads(config)) * sum(widths),
         dtype=str(model.dtype).removeprefix("torch.")
         + (f", {model.weight_label} weights" if model.weight_label else ""),

@@ -31,7 +31,7 @@ class RoutingSettings:
     Attributes:
         squashes: Whether scores are logistic functions of the logits, not their softmax.
         corrects: Whether there are corrections.
-        groups: Number of groups of neighbors, of which the `kept` ones with the largest two scores are chosen from.
+        groups: Number of groups of neighbors, of which those `kept` have the largest sums of their `best` scores.
         sums_to_one: Whether shares are divided by their sum and `added`, before `scale` multiplies them.
     """
 
@@ -39,6 +39,7 @@ class RoutingSettings:
     corrects: bool = True
     groups: int = 1
     kept: int = 1
+    best: int = 2
     sums_to_one: bool = True
     added: float = 1e-20
     scale: float = 1.0
@@ -67,6 +68,22 @@ class LayerInputSettings:
 
     width: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSettings:
+    """Keys and values of all heads as products of one vector of `rank` numbers (DeepSeek-V2, section 2.1).
+
+    Attributes:
+        rotary_dim: Numbers of a key with positions, which all heads share; those without are `plain_dim` in each head.
+        query_rank: Numbers of a vector of which queries are products, or 0.
+    """
+
+    rank: int
+    rotary_dim: int
+    plain_dim: int
+    value_dim: int
+    query_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +162,10 @@ class ModelConfig:
         distance_buckets: Embeddings of the distances of two tokens in one direction, up to `farthest`.
         layer_heads: KV heads and head width of each layer, where they differ; `num_kv_heads` and `head_dim` are the
             largest.
+        rotates_pairs: Whether checkpoints rotate neighbors in a head.
         has_wide_mlps: Whether the MLPs of layers without KV of their own are twice as wide.
         key_is_value: Whether layers without a window have no projection of values.
+        latent: How keys and values follow from one row of KV, which is both; it has the key with positions first.
         kv_sources: The layer whose KV each layer reads, where some layers have none of their own.
         chunks: Lengths of the chunks of a context within which some layers attend. Blocks must not lie in two.
         has_position_keys: Keys have their positions as numbers, so that KV must not be rounded.
@@ -201,7 +220,9 @@ class ModelConfig:
     farthest: int = 0
     pooling: PoolingSettings | None = None
     layer_heads: tuple[tuple[int, int], ...] = ()
+    latent: LatentSettings | None = None
     kv_sources: tuple[int, ...] = ()
+    rotates_pairs: bool = False
     has_wide_mlps: bool = False
     key_is_value: bool = False
     layer_inputs: LayerInputSettings | None = None
@@ -219,6 +240,16 @@ class ModelConfig:
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return the number and width of a layer's KV heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    @property
+    def has_plain_kv(self) -> bool:
+        """Whether all layers have keys and values of the same heads."""
+        return not self.layer_heads and self.latent is None
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of a token in each head of KV: its key and value, or one that is both."""
+        return 2 if self.latent is None else 1
 
     def kv_source(self, layer: int) -> int:
         return self.kv_sources[layer] if self.kv_sources else layer

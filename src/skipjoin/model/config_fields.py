@@ -44,7 +44,7 @@ _MAY_BE_ZERO = (
     *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts", "head_dim"),
     *("num_experts_per_tok", "type_vocab_size", "shared_intermediate_size"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
-    "num_dense_layers",
+    *("num_dense_layers", "q_lora_rank"),
 )
 # Of each layer, in decoders that transformers' code runs.
 _MAY_BE_LISTED = ("intermediate_size", "moe_intermediate_size", "moe_topk")

@@ -12,7 +12,7 @@ from skipjoin.model.plugins import PluginError, load_plugins
 ENTRY_POINTS = "skipjoin.families"
 _BUILT_IN = (
     "llama", "opt", "gpt_neox", "starcoder2", "arcee", "gemma", "gemma4", "phi3", "olmo", "glm", "cohere", "moe",
-    "scored", "gpt_oss", "bert", "rotary_encoders", "deberta", "lfm2", "qwen3_next", "granite_hybrid",
+    "scored", "deepseek", "gpt_oss", "bert", "rotary_encoders", "deberta", "lfm2", "qwen3_next", "granite_hybrid",
 )  # fmt: skip
 
 # Decoders by the types of parts of models that see, for which transformers has no class of a decoder. The positions of

@@ -31,9 +31,9 @@ def cache_format_of(kv_cache_dtype: str, config: ModelConfig) -> CacheFormat:
 class PagedKV:
     """Paged KV cache of a rank's layers and KV heads.
 
-    `tensor` is contiguous, [num_blocks, numbers], so that a move is one copy per block. For each layer, a block has [2,
-    kv_heads, block_size, row]. Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's
-    length.
+    `tensor` is contiguous, [num_blocks, numbers], so that a move is one copy per block. For each layer, a block has
+    [2, kv_heads, block_size, row], or [1, ...] where one row is key and value. Blocks are not cleared on reuse, so
+    attention must not read slots beyond a sequence's length.
     """
 
     def __init__(
@@ -60,14 +60,15 @@ class PagedKV:
         storage: torch.dtype = getattr(torch, of.storage) if of.storage else dtype
         heads = kv_heads(config, shard)
         self._dims = [dim for _, dim in heads]
-        sizes = [2 * count * block_size * of.row(dim) for count, dim in heads]
+        rows = config.kv_rows
+        sizes = [rows * count * block_size * of.row(dim) for count, dim in heads]
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard, of)
             self.tensor = cpu_bytes(self, size, pin=pin).view(storage).view(num_blocks, -1)
         else:
             self.tensor = torch.zeros((num_blocks, sum(sizes)), dtype=storage, device=device)
         parts = [
-            part.unflatten(1, (2, count, block_size, -1))
+            part.unflatten(1, (rows, count, block_size, -1))
             for part, (count, _) in zip(self.tensor.split(sizes, dim=1), heads, strict=True)
         ]
         self._row = parts[0].shape[-1] if len({*heads}) == 1 else 0
@@ -115,7 +116,7 @@ class PagedKV:
     def bytes_per_block(
         config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard = WHOLE, of: CacheFormat = AUTO
     ) -> int:
-        rows = (2 * count * of.row_bytes(dim, dtype.itemsize) for count, dim in kv_heads(config, shard))
+        rows = (config.kv_rows * count * of.row_bytes(dim, dtype.itemsize) for count, dim in kv_heads(config, shard))
         return block_size * sum(rows)
 
 
@@ -144,7 +145,7 @@ class SwapPool:
 
 
 def _keys_and_values(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return part[:, 0].transpose(1, 2), part[:, 1].transpose(1, 2)
+    return part[:, 0].transpose(1, 2), part[:, -1].transpose(1, 2)
 
 
 def kv_heads(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:

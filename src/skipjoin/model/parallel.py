@@ -131,9 +131,9 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
             f"{config.architecture}, whose layers have states, runs on one rank only, got {ranks}: set "
             "tensor_parallel_size and pipeline_parallel_size to 1"
         )
-    if ranks > 1 and config.layer_heads:
+    if ranks > 1 and not config.has_plain_kv:
         raise ModelError(
-            f"{config.architecture}, whose layers have heads of several widths, runs on one rank only, got {ranks}: "
+            f"{config.architecture}, whose KV is not that of equal heads, runs on one rank only, got {ranks}: "
             "set tensor_parallel_size and pipeline_parallel_size to 1"
         )
     heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts

@@ -51,6 +51,7 @@ class ModelShape:
     states: StateShape | None = None
     # Number and width of the KV heads of each layer that has KV, where these differ.
     layer_heads: tuple[tuple[int, int], ...] = ()
+    kv_rows: int = 2  # rows of a token in each head of KV
     looked_up: int = 0  # numbers of tables beside the embedding, of which a token reads a row
 
     @property
@@ -121,13 +122,17 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
-        return 2 * sum(count * self._row_bytes(width) for count, width in self._heads())
+        return self.kv_rows * sum(count * self._row_bytes(width) for count, width in self._heads())
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        if self.layer_heads:
+        if not self.has_plain_kv:
             return block_size * self.kv_bytes_per_token
         shape = 2 * self.kv_layers * self.kv_heads, block_size, self.head_dim
         return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes(self.head_dim))
+
+    @property
+    def has_plain_kv(self) -> bool:
+        return not self.layer_heads and self.kv_rows == 2
 
     def _heads(self) -> Sequence[tuple[int, int]]:
         return self.layer_heads or [(self.kv_heads, self.head_dim)] * self.kv_layers

@@ -100,7 +100,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         per_token=int(raw["num_experts_per_tok"]),
         width=width,
         among_chosen=True,
-        layers=tuple(_sparse(raw, layers)),
+        layers=tuple(sparse_layers(raw, layers)),
         routing=RoutingSettings(
             groups=int(raw["n_group"] or 1),
             kept=int(raw["topk_group"] or 1),
@@ -125,7 +125,7 @@ def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"attention_bias": False}
 
 
-def _sparse(raw: Mapping[str, Any], layers: range) -> Sequence[int]:
+def sparse_layers(raw: Mapping[str, Any], layers: range) -> Sequence[int]:
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return layers[int(raw["first_k_dense_replace"]) :]

@@ -32,7 +32,7 @@ def route_by_scores(
     choice = scores if correction is None else scores + correction
     if of.groups > 1:
         by_group = choice.unflatten(1, (of.groups, -1))
-        best = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
+        best = by_group.topk(min(of.best, by_group.shape[2]), dim=-1).values.sum(-1)
         left_out = best.sort(dim=-1, descending=True, stable=True).indices[:, of.kept :]
         choice = by_group.scatter(1, left_out[:, :, None].expand(-1, -1, by_group.shape[2]), -torch.inf).flatten(1)
     chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :per_row].contiguous()

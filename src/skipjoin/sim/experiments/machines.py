@@ -71,6 +71,7 @@ def shape_of(name: str) -> ModelShape:
         experts=None if of is None else ExpertShape(of.count, of.per_token, of.width, len(of.layers), bytes_each),
         states=_states_of(config, bytes_each),
         layer_heads=tuple(map(config.heads_of, owners)),
+        kv_rows=config.kv_rows,
         looked_up=0 if inputs is None else inputs.vocab_size * inputs.width * config.num_layers,
     )
 
@@ -166,8 +167,10 @@ class Machine:
         if self.model is None:
             raise ConfigError(f"model must be given for hardware {group.name}, such as opt-13b")
         shape = replace(shape_of(self.model), kv_cache_dtype=self.kv_cache_dtype)
-        if shape.layer_heads and not SWAP_FORMATS[self.swap_dtype].is_exact:
-            raise ConfigError(f"--swap-dtype {self.swap_dtype} needs heads of one width, {shape.name} has several")
+        if not shape.has_plain_kv and not SWAP_FORMATS[self.swap_dtype].is_exact:
+            raise ConfigError(
+                f"--swap-dtype {self.swap_dtype} needs keys and values of equal heads, unlike {shape.name}"
+            )
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)

@@ -31,14 +31,17 @@ FAMILIES = [
     *("gemma4", "seed-oss", "ernie4.5", "helium", "cwm"),
     *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
     *("glm4-moe", "dots1", "ernie4.5-moe", "minimax-m2"),
+    *("solar-open", "exaone-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "youtu"),
     *("gpt-oss", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid"),
 ]
 HYBRID = {"lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid"}
 # llama.cpp has no such architecture, so no file can be made, or it is not read.
-NOT_IN_GGUF = {"opt", "ministral", "helium", "cwm"}
+NOT_IN_GGUF = {"opt", "ministral", "helium", "cwm", "solar-open"}
+NOT_IN_GGUF |= {"deepseek-v2", "deepseek-v3", "glm4-moe-lite", "youtu"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
 ALIKE |= {"seed-oss", "ernie4.5", "helium", "cwm", "qwen2-moe", "dots1", "ernie4.5-moe", "minimax-m2"}
+ALIKE |= {"solar-open", "exaone-moe", "deepseek-v2", "glm4-moe-lite", "youtu"}
 ALIKE |= {
     "cohere",
     "cohere2",

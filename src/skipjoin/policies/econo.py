@@ -315,10 +315,10 @@ class TwoQueues(Valued):
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
-        if request.progress.planned:
-            self._moved(request, request.progress.known)
-        else:
+        if not request.progress.planned or phase_of(request, request.progress.known) is Phase.WAITING:
             self._index.put(request, self.rank(request))
+        else:
+            self._index.discard(request)
 
     def _age(self, request: Request, now: float) -> None:
         super()._place(request, now)
@@ -327,5 +327,3 @@ class TwoQueues(Valued):
     def _moved(self, request: Request, known: int) -> None:
         if phase_of(request, known) is Phase.WAITING:
             self._index.put(request, self.rank(request))
-        else:
-            self._index.discard(request)

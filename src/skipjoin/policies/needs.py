@@ -64,7 +64,11 @@ class NeedIndex:
                 return
 
     def _place_new(self, kv: KVAccounts) -> None:
+        admitted = dict[Request, Any]()  # in this step, whose needs are hardly ever read
         for request, key in self._new.items():
+            if not lacks_kv(request, kv):
+                admitted[request] = key
+                continue
             needs = self._needs(request, kv)
             if len(needs) > len(self._kinds):
                 self._kinds += [_Kind() for _ in needs[len(self._kinds) :]]
@@ -72,7 +76,7 @@ class NeedIndex:
                 if need is not None:
                     kind.put(need, key, request)
             self._placed[request] = key, needs
-        self._new.clear()
+        self._new = admitted
 
 
 class _Kind:

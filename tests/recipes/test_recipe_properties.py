@@ -24,7 +24,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral, EvictionPolicy
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Move, Slice
+from skipjoin.core.step import Direction, Move, Slice
 from skipjoin.options import ConfigError
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.best_effort import LimitedBestEffort
@@ -345,7 +345,12 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
         max_tokens = batcher.target if isinstance(batcher, TargetForward) else world.max_tokens
         tokens = max_tokens - sum(piece.tokens for piece in plan.slices)
         evicted = evictions != sum(request.progress.evictions for request in core.requests.values())
-        if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
+        # They take their places in the batch without slices.
+        returning = sum(
+            move.direction is Direction.IN and policies.eviction.returns_alongside(move.request)
+            for move in plan.overlapped
+        )
+        if len(plan.slices) + returning < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.progress.in_flight]
             swapped_out = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
             lacking = [

@@ -30,9 +30,10 @@ def finds_by_needs(admission: object) -> bool:
 
 
 def lacks_kv(request: Request, kv: KVAccounts) -> bool:
-    """Return whether the request lacks KV on the device, or a reservation for its next token."""
-    held, progress = kv.blocks_of(request), request.progress
-    return held is None or not held.device or progress.known > progress.reserved_tokens
+    """Return whether the request lacks KV on the device, or a reservation for its next token, with none in transit."""
+    if (held := kv.blocks_of(request)) is None:
+        return True
+    return held.moving is None and (not held.device or request.progress.known > request.progress.reserved_tokens)
 
 
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:

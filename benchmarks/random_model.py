@@ -53,12 +53,18 @@ _GEMMA4 = {
     **{"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2, "num_kv_shared_layers": 5},
     **{"use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 32_768},
 }
+# The attention of DeepSeek-V2-Lite.
+_LATENT = {
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
 SHAPES: dict[str, Config] = {
     "small": _config("llama", VOCAB, 768, 2048, 12, num_attention_heads=12, max_position_embeddings=1024),
     "smollm2": _config("llama", 49_152, 576, 1536, 30, **_SMOLLM2),
     "qwen3-0.6b": _config("qwen3", 151_936, 1024, 3072, 28, **_QWEN3),
     "llama-1b": _config("llama", 128_256, 2048, 8192, 16, **_LLAMA_1B),
     "gemma4": _config("gemma4_text", 32_768, 1536, 6144, 10, **_GEMMA4),
+    "latent": _config("youtu", 32_768, 1024, 2816, 8, **_LATENT),
     "qwen3-1.7b": _config("qwen3", 151_936, 2048, 6144, 28, **_QWEN3),
 }
 

@@ -1,7 +1,7 @@
 """Measure what transformers' modeling code costs: steps of the same model, with its family and through transformers.
 
 `CausalLM.forward` runs the model of `random_model.py` in bfloat16 in turns: a prompt of 512 tokens, and decodes of 1,
-16 and 64 sequences with a context of 128 tokens. Figures are milliseconds, and `ratio` the median over turns.
+16 and 64 sequences with a context of `--context` tokens. Figures are milliseconds, and `ratio` the median over turns.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import load_model
 from skipjoin.system.container import usable_cpus
 
-BLOCK, PROMPT, CONTEXT, DECODES = 16, 512, 128, (1, 16, 64)
+BLOCK, PROMPT, DECODES = 16, 512, (1, 16, 64)
 # Runs of a step, of which the fastest counts.
 RUNS = 5
 
 
-def steps() -> dict[str, list[Segment]]:
+def steps(context: int) -> dict[str, list[Segment]]:
     def segment(number: int, start: int, end: int) -> Segment:
         width = end // BLOCK
         return Segment(prompt_of(number, end)[start:], start, range(number * width, (number + 1) * width))
 
-    decodes = {f"decode {n}": [segment(number, CONTEXT - 1, CONTEXT) for number in range(n)] for n in DECODES}
+    decodes = {f"decode {n}": [segment(number, context - 1, context) for number in range(n)] for n in DECODES}
     return {f"prompt {PROMPT}": [segment(0, 0, PROMPT)], **decodes}
 
 
@@ -48,17 +48,18 @@ def milliseconds(model: CausalLM, kv: PagedKV, segments: list[Segment]) -> float
 def main() -> None:
     parser = harness.parser(__doc__, repeats=7, threads=usable_cpus())
     add_shape(parser)
+    parser.add_argument("--context", type=int, default=128, help="tokens of each decoded sequence")
     args = parser.parse_args()
-    record = harness.new_record(shape=args.shape, threads=args.threads, results={})
+    record = harness.new_record(shape=args.shape, context=args.context, threads=args.threads, results={})
     with scratch_model(torch.bfloat16, args.shape) as folder:
         models = {"native": load_model(folder)}
         family._families.pop(models["native"].config.family)
         models["transformers"] = load_model(folder)
     for model in models.values():
         model.ops.use_threads(args.threads)
-    blocks = max(PROMPT, max(DECODES) * CONTEXT) // BLOCK
+    blocks = max(PROMPT, max(DECODES) * args.context) // BLOCK
     pools = {name: PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu") for name, model in models.items()}
-    for step, segments in steps().items():
+    for step, segments in steps(args.context).items():
         times: dict[str, list[float]] = {name: [] for name in models}
         for turn in range(args.repeats):
             for name in harness.in_turn(models, turn):

@@ -75,13 +75,14 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _scale(raw: Mapping[str, Any], of: LatentSettings) -> float:
-    scale = (of.plain_dim + of.rotary_dim) ** -0.5
+    scale = 1.0 / math.sqrt(of.plain_dim + of.rotary_dim)
     rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
     kind, share = rope.get("rope_type") or rope.get("type") or "default", rope.get("mscale_all_dim")
     if kind == "default" or not share:
         return scale
     longer = factor(rope, "factor", 1.0)
-    return scale * (1.0 if longer <= 1 else 0.1 * float(share) * math.log(longer) + 1.0) ** 2
+    turned = 1.0 if longer <= 1 else 0.1 * float(share) * math.log(longer) + 1.0
+    return scale * turned * turned
 
 
 def _experts(raw: Mapping[str, Any], kind: str, layers: range) -> ExpertSettings:

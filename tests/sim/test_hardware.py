@@ -180,6 +180,40 @@ def test_models_that_a_server_can_run_are_simulated(tmp_path: Path) -> None:
         Machine(model="opt-13bb").systems("fcfs")
 
 
+@pytest.mark.parametrize(
+    ("config", "billions", "kv_bytes"),
+    [
+        # DeepSeek-V3: 671 billion parameters; a row of 512 + 64 numbers in each of 61 layers.
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129_280, "hidden_size": 7168}
+            | {"intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128},
+            671.0,
+            61 * 576 * 2,
+        ),
+        # Gemma 4 with 15 of 35 layers that have KV, of which 3 attend to all tokens.
+        (
+            {"architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144}
+            | {"num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 20}
+            | {"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
+            4.0,
+            2 * 2 * (12 * 256 + 3 * 512),
+        ),
+    ],
+    ids=["latent", "unlike heads"],
+)
+def test_kv_of_a_folder_is_that_of_its_layers(
+    config: dict[str, Any], billions: float, kv_bytes: int, tmp_path: Path
+) -> None:
+    raw = config | {"dtype": "bfloat16", "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shape = shape_of(str(tmp_path))
+    assert shape.kv_bytes_per_token == kv_bytes
+    assert shape.cpu_block_bytes(16) == 16 * kv_bytes
+    assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.02)
+    with pytest.raises(ConfigError, match="--swap-dtype int8 needs keys and values of equal heads"):
+        Machine(model=str(tmp_path), swap_dtype="int8").systems("fcfs")
+
+
 def test_states_take_a_part_of_both_pools() -> None:
     (system,) = Machine(model="granite-4.0-h-micro", kv_gib=30, swap_gib=80).systems("fcfs")
     shape, states = model_shape("granite-4.0-h-micro"), system.states

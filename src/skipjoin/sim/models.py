@@ -52,6 +52,8 @@ class ModelShape:
     # Number and width of the KV heads of each layer that has KV, where these differ.
     layer_heads: tuple[tuple[int, int], ...] = ()
     kv_rows: int = 2  # rows of a token in each head of KV
+    # Parameters of attention in a layer, on average, where they do not follow from its heads.
+    attention_parameters: int | None = None
     looked_up: int = 0  # numbers of tables beside the embedding, of which a token reads a row
 
     @property
@@ -73,7 +75,9 @@ class ModelShape:
         return self._layer_parameters(0 if self.experts is None else self.experts.per_token)
 
     def _layer_parameters(self, experts: int) -> int:
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        attention = self.attention_parameters
+        if attention is None:
+            attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         if self.states is not None:
             mixers = self.kv_layers * attention + self.states.layers * self.states.layer_parameters
             attention = mixers // self.layers

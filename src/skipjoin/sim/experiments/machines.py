@@ -72,8 +72,26 @@ def shape_of(name: str) -> ModelShape:
         states=_states_of(config, bytes_each),
         layer_heads=tuple(map(config.heads_of, owners)),
         kv_rows=config.kv_rows,
+        attention_parameters=_attention_of(config),
         looked_up=0 if inputs is None else inputs.vocab_size * inputs.width * config.num_layers,
     )
+
+
+def _attention_of(config: ModelConfig) -> int | None:
+    hidden, heads = config.hidden_size, config.num_heads
+    if (of := config.latent) is not None:
+        dim, rank = of.plain_dim + of.rotary_dim, of.query_rank
+        query = rank * (hidden + heads * dim) if rank else hidden * heads * dim
+        latent = hidden * (of.rank + of.rotary_dim) + of.rank * heads * (of.plain_dim + of.value_dim)
+        return query + latent + heads * of.value_dim * hidden
+    if not config.layer_heads:
+        return None
+    owns = [config.kv_source(layer) == layer for layer in range(config.num_layers)]
+    counts = [
+        2 * hidden * dim * (heads + kv_heads * has_kv)
+        for (kv_heads, dim), has_kv in zip(config.layer_heads, owns, strict=True)
+    ]
+    return sum(counts) // config.num_layers
 
 
 def _states_of(config: ModelConfig, bytes_each: int) -> StateShape | None:

@@ -105,13 +105,20 @@ def _heads_of(raw: Mapping[str, Any], layer: str, slides: bool) -> tuple[int, in
     count, width = raw["num_key_value_heads"], raw["head_dim"] if slides else raw["global_head_dim"]
     if not slides and raw.get("attention_k_eq_v"):
         count = raw["num_global_key_value_heads"] or count
-    own = (raw.get("per_layer_config") or {}).get(layer) or {}  # of newer files
+    own = _object(_object(raw, "per_layer_config"), layer)  # of newer files
     return int(own.get("num_key_value_heads", count)), int(own.get("head_dim", width))
+
+
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{name} in config.json must be an object, got {value!r:.80}")
+    return value
 
 
 def _rope_of_all(raw: Mapping[str, Any], dim: int) -> RopeSettings:
     """Return the rotary settings of layers that attend to all tokens, in which only some pairs of a head turn."""
-    nested = (raw.get("rope_parameters") or {}).get("full_attention") or {"partial_rotary_factor": 0.25}
+    nested = _object(_object(raw, "rope_parameters"), "full_attention") or {"partial_rotary_factor": 0.25}
     kind, share = nested.get("rope_type", "proportional"), float(nested.get("partial_rotary_factor", 1.0))
     if kind != "proportional" or not 0 < share <= 1 or nested.get("factor", 1.0) != 1.0:
         raise ModelError(f"rope_parameters of full_attention must be proportional without a factor, got {nested!r:.80}")

@@ -176,7 +176,7 @@ def check_attention(dtype, window, mix, sizes):
         segments.append(Segment([0] * length, start, table))
         for t in range(start):
             past = torch.randn(2, 2, kv_heads, dim, generator=generator).to(dtype).double()
-            exact.tensor[table[t // block_size], :, :, :, t % block_size] = past
+            exact.head_view()[table[t // block_size], :, t % block_size] = past.flatten(0, 2)
     compiled.tensor.copy_(exact.tensor)
     batch = PackedBatch.build(segments, block_size)
     qkv = drawn(dtype, batch.num_tokens, heads + 2 * kv_heads, dim, seed=5).split([heads, kv_heads, kv_heads], dim=1)

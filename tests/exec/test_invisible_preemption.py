@@ -325,5 +325,7 @@ def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, cpu_blo
     events = run(core, LocalExecutor(model, make_store(model, 9, cpu_blocks), grammars=GRAMMARS), requests)
     assert outputs(requests) == outputs_alone("llama")
     assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)
-    assert happened(events)[Preemption.PAUSE] >= MIN_COUNT
-    assert happened(events)[Preemption.SWAP if cpu_blocks else Preemption.DROP] > 0
+    found, moved = happened(events), Preemption.SWAP if cpu_blocks else Preemption.DROP
+    # Where there is a CPU tier, requests that wait for a reservation are also swapped out for prompts.
+    assert min(found[Preemption.PAUSE], found[moved]) > 0
+    assert found[Preemption.PAUSE] + found[moved] > MIN_COUNT
